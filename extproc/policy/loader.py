@@ -118,6 +118,11 @@ class PolicySet:
         rules = [rule.needs_answers() for policy in self.list_acting() for rule in policy.spec.list_budget_rules()]
         return any([*[limits.max_cost_per_session is not None for limits in self.list_session_limits()], *rules])
 
+    def list_steering(self) -> list[str]:
+        """The ids of enforcing policies that add notes to requests."""
+        acting = [policy for policy in self.list_acting() if policy.spec.mode == "enforce"]
+        return [policy.id for policy in acting if any(loop.adds_notes for _, loop in policy.spec.detectors())]
+
     def require_enforced(self) -> None:
         """Raise BundleErrors with each part of a bundle that is not enforced, so that no limit is lost silently."""
         if self.unenforced:

@@ -37,6 +37,10 @@ def run(given: argparse.Namespace) -> int:
         sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")
     if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):
         sys.stderr.write(f"warning: these policies select by routes that are not in --routes: {', '.join(unseen)}\n")
+    steering = policies.list_steering() if chosen.body_mode == "tolerant" or chosen.tolerant_routes else []
+    if steering:
+        told = f"warning: on tolerant routes, notes of {', '.join(steering)} become warnings, which no model reads"
+        sys.stderr.write(f"{told}; --body-mode duplex has no limit either, and adds them\n")
     enforcing = [policy.id for policy in acting if policy.spec.mode == "enforce"]
     if chosen.shadow_mode == "partial" and enforcing and given.policy:
         sys.stderr.write(f"warning: these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow\n")

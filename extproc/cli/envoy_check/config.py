@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.needs import Needs
+from extproc.cli.envoy_check.paths import PathPattern, list_conditions, read_match
 from extproc.errors import UsageError
 
 _MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
@@ -21,6 +22,7 @@ _KINDS = {
     "envoy.config.core.v3.TypedExtensionConfig": "extensions",
 }
 
+_ROUTE, _ROUTES = "envoy.config.route.v3.Route", "envoy.config.route.v3.RouteList"
 _WITH_MATCHER = "envoy.extensions.common.matching.v3.ExtensionWithMatcher"
 
 _KINDS_BY_NAME = {"envoy.filters.http.router": "envoy.extensions.filters.http.router.v3.Router"}
@@ -111,11 +113,18 @@ def _read_version(version: ConfigPlace) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One entry of a virtual host; `around` is that host and its RouteConfiguration, `number` counts from 1."""
+    """One entry of a virtual host.
+
+    Attributes:
+        around: that host and its RouteConfiguration.
+        number: counts from 1.
+        chosen: a matcher of the host chooses it, by more than the route says.
+    """
 
     place: ConfigPlace
     around: tuple[ConfigPlace, ConfigPlace]
     number: int
+    chosen: bool = False
 
     @property
     def name(self) -> str:
@@ -132,14 +141,20 @@ class Route:
         """Whether Envoy itself answers, so that no upstream is asked."""
         return any(self.place.get(name).is_there for name in ("direct_response", "redirect"))
 
-    def describe_match(self) -> str:
-        """The requests that it matches, in short."""
-        match = self.place.get("match")
-        for kind, value in match.entries():
-            if kind not in ("case_sensitive", "caseSensitive"):
-                told = value.get("regex").text() or value.text()
-                return f"{kind.replace('_', ' ')} {told}".strip() + (" ..." if len(match.value) > 1 else "")
-        return ""
+    @property
+    def match(self) -> ConfigPlace:
+        """The requests that it takes."""
+        return self.place.get("match")
+
+    @property
+    def pattern(self) -> PathPattern:
+        """The paths of these requests."""
+        return read_match(self.match)
+
+    @property
+    def conditions(self) -> list[str]:
+        """What else must hold for these requests."""
+        return [*(["matcher"] if self.chosen else []), *list_conditions(self.match)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +184,17 @@ class Manager:
 
 @dataclass(frozen=True, slots=True)
 class HttpFilter:
-    """An entry of `http_filters`; `kind` is the name of its configuration's message, empty if unknown."""
+    """An entry of `http_filters`.
+
+    Attributes:
+        kind: the name of its configuration's message; empty if unknown.
+        matcher: the ExtensionWithMatcher around it, which may skip it; no value for none.
+    """
 
     place: ConfigPlace
     kind: str
     config: ConfigPlace
+    matcher: ConfigPlace
 
     @property
     def name(self) -> str:
@@ -225,15 +246,24 @@ def _read_filter(place: ConfigPlace, resources: Resources) -> HttpFilter:
         kind, config = (extension or place.get("config_discovery")).get("typed_config").message()
     else:
         kind, config = place.get("typed_config").message()
-    if kind == _WITH_MATCHER:  # which chooses when the inner filter is used
+    matcher = ConfigPlace(None)
+    if kind == _WITH_MATCHER:
+        matcher = config
         kind, config = config.get("extension_config", "typed_config").message()
-    return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config)
+    return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config, matcher)
 
 
 def _list_routes(configuration: ConfigPlace) -> Iterator[Route]:
     for host in configuration.get("virtual_hosts").items():
-        for number, place in enumerate(host.get("routes").items(), 1):
-            yield Route(place, (host, configuration), number)
+        places = [(place, False) for place in host.get("routes").items()]
+        for place in host.get("matcher").walk():
+            kind, message = place.message()
+            if kind == _ROUTE:
+                places.append((message, True))
+            elif kind == _ROUTES:
+                places += [(item, True) for item in message.get("routes").items()]
+        for number, (place, chosen) in enumerate(places, 1):
+            yield Route(place, (host, configuration), number, chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +326,7 @@ def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Gu
 
 def _make_guard(manager: Manager, needs: Needs, item: HttpFilter) -> Guard:
     routes = list(_list_on(manager, item))
-    blind = [route for route in routes if not route.is_shown and _list_said(item, *route.route.levels)]
+    blind = [route for route in routes if not route.is_shown and list_said(item, *route.route.levels)]
     return Guard(needs, manager, item, [route for route in routes if route.is_shown], blind)
 
 
@@ -325,7 +355,7 @@ def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
         inner = [place for place in weighted if is_on(item, Route(place, route.around, 0), route.levels)]
         if is_on(item, route) or inner:
             levels = [*inner[:1], *route.levels]
-            overrides = [_read_per_route(entry).get("overrides") for entry in _list_said(item, *levels)]
+            overrides = [_read_per_route(entry).get("overrides") for entry in list_said(item, *levels)]
             modes = [place.get("processing_mode") for place in overrides]
             mode = next((place for place in modes if place.is_there), item.config.get("processing_mode"))
             yield GuardedRoute(route, mode, [place for place in overrides if place.is_there])
@@ -339,7 +369,7 @@ def is_on(item: HttpFilter, route: Route, around: Sequence[ConfigPlace] = ()) ->
         route: the route, or one of its weighted clusters.
         around: what contains a weighted cluster, innermost first; for a route, its own levels are known.
     """
-    said = _list_said(item, route.place, *(around or route.around))
+    said = list_said(item, route.place, *(around or route.around))
     if not said:
         return not item.place.get("disabled").flag()
     return not (said[0].get("disabled").flag() or _read_per_route(said[0]).get("disabled").flag())
@@ -347,10 +377,10 @@ def is_on(item: HttpFilter, route: Route, around: Sequence[ConfigPlace] = ()) ->
 
 def list_settings(item: HttpFilter, route: Route) -> list[ConfigPlace]:
     """The settings of a route for a filter, innermost first."""
-    return [_read_per_route(entry) for entry in _list_said(item, *route.levels)]
+    return [_read_per_route(entry) for entry in list_said(item, *route.levels)]
 
 
-def _list_said(item: HttpFilter, *levels: ConfigPlace) -> list[ConfigPlace]:
+def list_said(item: HttpFilter, *levels: ConfigPlace) -> list[ConfigPlace]:
     """The settings for a filter, innermost first."""
     said = [level.get("typed_per_filter_config").entry(item.name) for level in levels]
     return [entry for entry in said if entry.is_there]

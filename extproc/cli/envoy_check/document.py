@@ -78,6 +78,17 @@ class ConfigPlace:
         for key in self.value if isinstance(self.value, dict) else ():
             yield key, self.entry(key)
 
+    def walk(self) -> Iterator[ConfigPlace]:
+        """Every object in it, in the document's order, itself first if it is one."""
+        waiting = [self]
+        while waiting:
+            place = waiting.pop()
+            if isinstance(place.value, dict):
+                yield place
+                waiting += reversed([below for _, below in place.entries()])
+            elif isinstance(place.value, list):
+                waiting += reversed(list(place.items()))
+
     def _step(self, step: str, value: object) -> ConfigPlace:
         return ConfigPlace(value, self.pointer + write_pointer((step,)), self.lines)
 

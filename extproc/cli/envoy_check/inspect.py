@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from extproc.cli.envoy_check.checks import CHECKS
+from extproc.cli.envoy_check.checks.detours import report_unknown
 from extproc.cli.envoy_check.config import Guard, Manager, Resources, Route, find_guards, find_managers, list_processors
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
-from extproc.cli.envoy_check.selectors import find_taken, name_clusters
+from extproc.cli.envoy_check.paths import describe_match, list_methods
+from extproc.cli.envoy_check.selectors import find_taken, share_upstream
 
 _SNIPPET = "what `loopguard envoy-config --snippet` prints"
 
@@ -49,6 +51,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         routes += _report_routes(manager, own)
         findings += _check_manager(manager, own, needs)
     findings += _check_other_listeners(managers, guards)
+    findings += _check_names(managers, needs)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
     # Merge equal routes: a listener with a filter chain for each certificate has the same routes in each
@@ -73,6 +76,11 @@ def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> I
     if manager.missing:
         problem = f"the routes of {manager.name} are not in this configuration, so they were not checked: {manager.missing}"
         yield note("routes-missing", manager.place, problem, "check-envoy --admin, with an Envoy that has them")
+    for route in manager.routes:
+        if route.around[1].get("vhds").is_there:
+            problem = "further virtual hosts are delivered on demand (VHDS), so they were not checked"
+            yield note("routes-missing", route.around[1].get("vhds"), problem)
+            break
     for guard in guards:
         if guard.guarded:
             yield from (finding for check in CHECKS for finding in check(guard))
@@ -83,18 +91,40 @@ def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> I
 
 def _check_other_listeners(managers: Sequence[Manager], guards: Sequence[Guard]) -> Iterator[Finding]:
     """A route of a listener without Loopguard must not lead where a guarded one does."""
-    ways = {_describe_way(route.route): route.name for guard in guards for route in guard.guarded}
+    aims = [route.route for guard in guards for route in guard.guarded]
     guarding = {guard.manager.place.pointer for guard in guards if guard.guarded}
     for manager in managers:
-        same = [ways[way] for route in manager.routes if not route.is_answered_here and (way := _describe_way(route)) in ways]
-        if same and manager.place.pointer not in guarding:
-            problem = f"{manager.name} has the same routes without Loopguard: requests through it are not guarded"
+        ways = [(route, aim, _leads_to(route, aim)) for route in manager.routes if not route.is_answered_here for aim in aims]
+        same = [aim.name for _, aim, answer in ways if answer]
+        if manager.place.pointer in guarding:
+            continue
+        if same:
+            problem = f"{manager.name} has routes to the same upstream without Loopguard: requests through it are not guarded"
             yield Finding("second-listener", manager.place.get("http_filters"), problem, _SNIPPET, same)
+        for route, aim, answer in ways if not same else ():
+            if answer is None:
+                what = f"whether {route.name!r} of {manager.name} takes requests of the guarded route {aim.name!r}"
+                yield report_unknown(route.match, what, [route.name])
 
 
-def _describe_way(route: Route) -> tuple[str, frozenset[str]]:
-    """What a route matches, and where it leads."""
-    return route.place.get("match").value_text(), frozenset(name_clusters(route))
+def _check_names(managers: Sequence[Manager], needs: Needs) -> Iterator[Finding]:
+    """A policy that selects routes by name needs one of these."""
+    names = {route.name for manager in managers for route in manager.routes}
+    incomplete = any(manager.missing for manager in managers) or not names
+    for identity, selector in needs.selectors if not incomplete else ():
+        if selector.routes and names.isdisjoint(selector.routes):
+            problem = f"policy {identity} selects the routes {', '.join(selector.routes)}, which do not exist: it never acts"
+            place = managers[0].place.get("route_config")
+            yield Finding("unmatched", place, problem, "the name of a route; those in use are in the table above")
+
+
+def _leads_to(route: Route, aim: Route) -> bool | None:
+    """Whether a route takes all requests of another one to the same upstream; None if that cannot be judged."""
+    if route.match.value == aim.match.value:
+        takes: bool | None = True
+    else:
+        takes = route.pattern.includes(aim.pattern) if not list_methods(route.match) else False
+    return share_upstream(route, aim) if takes else takes
 
 
 def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
@@ -115,8 +145,14 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
     """Requests that a policy selects have to reach Loopguard."""
     guarded = {route.route.place.pointer for guard in guards for route in guard.guarded}
     for identity, selector in needs.selectors:
-        missed = [route for route in find_taken(manager.routes, selector) if route.place.pointer not in guarded]
-        for route in (route for route in missed if not route.is_answered_here):
+        for route, certain in find_taken(manager.routes, selector):
+            if route.place.pointer in guarded or route.is_answered_here:
+                continue
+            if not certain:
+                place = route.around[0].get("matcher") if route.chosen else route.match
+                what = f"whether it takes requests that policy {identity} selects, by its {describe_match(route.match)},"
+                yield report_unknown(place, what, [route.name])
+                continue
             problem = f"policy {identity} selects requests on this route, but Envoy does not ask Loopguard about them"
             place = route.place.get("typed_per_filter_config").entry(guards[0].filter.name)
             yield Finding("unguarded", place, problem, "an ExtProcPerRoute in a FilterConfig", [route.name])

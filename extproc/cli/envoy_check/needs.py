@@ -20,6 +20,7 @@ class Needs:
         uploads: the largest body that has to pass, in bytes.
         hold: the longest delay of a throttled request, in seconds; 0 if none is throttled.
         warns: some requests are forwarded with a warning.
+        steers: policies that add notes to requests, by id.
         keys: limit keys, including those of `first_of` and of labels.
         required: the keys without an alternative.
         selectors: selectors of enabled policies, by id.
@@ -35,6 +36,7 @@ class Needs:
     selectors: Sequence[tuple[str, Selector]]
     outcomes: bool = False
     usage: bool = False
+    steers: Sequence[str] = ()
     required: Sequence[str] = ()
 
     def reads(self, source: str) -> bool:
@@ -75,6 +77,7 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
         outcomes=policies.needs_answers(),
         usage=policies.needs_usage(),
+        steers=policies.list_steering(),
         required=[key for policy in acting for key in policy.spec.all_limit_keys() if isinstance(key, str)],
     )
 

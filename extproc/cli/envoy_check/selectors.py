@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from extproc.cli.envoy_check.config import Route
-from extproc.cli.envoy_check.document import ConfigPlace
-from extproc.policy.bundle import Selector, is_below, normalize_host
+from extproc.cli.envoy_check.paths import find_share, list_methods
+from extproc.policy.bundle import Selector, normalize_host
+
+_LATE = ("cluster_header", "cluster_specifier_plugin", "inline_cluster_specifier_plugin")
+"""What chooses a cluster for each request."""
 
 
-def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Route]:
-    """The routes, in Envoy's order, that may get a request which the selector matches.
+def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[tuple[Route, bool]]:
+    """The routes, in Envoy's order, that may get a request which the selector matches, each with whether that is certain.
 
-    Headers, methods and queries in a route's match are ignored: such a route takes some requests of its paths, and leaves the
-    others to the next route.
+    Headers and queries in a route's match are ignored: such a route takes some requests of its paths, and leaves the others to
+    the next route.
     """
     if selector.hosts is not None:
         serving = _find_hosts(routes, selector.hosts)
         routes = [route for route in routes if route.around[0].pointer in serving]
     if selector.routes:
-        yield from (route for route in routes if route.name in selector.routes)
+        yield from ((route, True) for route in routes if route.name in selector.routes)
         return
+    methods = selector.methods or ()
     if selector.pathExact is not None:
-        yield from _find_by_path(routes, selector.pathExact, below=False)
+        yield from _find_by_path(routes, selector.pathExact, methods, below=False)
     for prefix in selector.list_prefixes():
-        yield from _find_by_path(routes, prefix, below=True)
+        yield from _find_by_path(routes, prefix, methods, below=True)
 
 
 def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
@@ -48,48 +51,29 @@ def _rank(domain: str, host: str) -> int:
     return 2 * (host.endswith(inside) if domain.startswith("*") else host.startswith(inside))
 
 
-def _find_by_path(routes: Sequence[Route], path: str, *, below: bool) -> Iterator[Route]:
+def _find_by_path(routes: Sequence[Route], path: str, methods: Sequence[str], *, below: bool) -> Iterator[tuple[Route, bool]]:
     done: set[str] = set()  # virtual hosts in which the path, or everything below it, has its route
     for route in routes:
-        host = route.around[0].pointer
-        fits = host not in done and takes(route.place, path)
-        if fits or (below and host not in done and _is_inside(route, path)):
-            yield route
-        if fits and _takes_all_of_a_path(route) and (not below or _is_wide(route)):
+        host, pattern, taken = route.around[0].pointer, route.pattern, list_methods(route.match)
+        answer = pattern.reaches(path) if below else pattern.takes(path)
+        if host in done or answer is False or not find_share(route.match) or (methods and taken and taken.isdisjoint(methods)):
+            continue
+        yield route, answer is True and not route.chosen
+        if answer and not route.conditions and (not below or pattern.covers(path)):
             done.add(host)
 
 
-def takes(place: ConfigPlace, path: str) -> bool:
-    """Whether the `match` of a route, or of another rule, matches this exact path."""
-    match = place.get("match")
-    if match.get("path").is_there:
-        return match.get("path").text() == path
-    if match.get("prefix").is_there:
-        return path.startswith(match.get("prefix").text())
-    if match.get("path_separated_prefix").is_there:
-        return is_below(path, match.get("path_separated_prefix").text())
-    if match.get("safe_regex").is_there:
-        return _matches(match.get("safe_regex", "regex").text(), path)
-    return False  # for CONNECT, or by a template
+def share_upstream(route: Route, other: Route) -> bool | None:
+    """Whether two routes send requests to the same cluster; None if requests or plugins choose the cluster of one."""
+    if name_clusters(route) & name_clusters(other):
+        return True
+    return None if _chooses_late(route) or _chooses_late(other) else False
 
 
-def _matches(regex: str, path: str) -> bool:
-    try:
-        return re.fullmatch(regex, path) is not None
-    except re.error:  # RE2 accepts patterns that Python does not
-        return False
-
-
-def _takes_all_of_a_path(route: Route) -> bool:
-    """Whether it matches by path only."""
-    return not any(
-        route.place.get("match", name).is_there for name in ("headers", "query_parameters", "dynamic_metadata", "grpc")
-    )
-
-
-def _is_wide(route: Route) -> bool:
-    """Whether it also matches everything below a path."""
-    return any(route.place.get("match", name).is_there for name in ("prefix", "path_separated_prefix"))
+def _chooses_late(route: Route) -> bool:
+    action = route.place.get("route")
+    chosen = [action, *action.get("weighted_clusters", "clusters").items()]
+    return any(place.get(name).is_there for place in chosen for name in _LATE)
 
 
 def name_clusters(route: Route) -> set[str]:
@@ -101,11 +85,4 @@ def name_clusters(route: Route) -> set[str]:
 
 def takes_everything(route: Route) -> bool:
     """Whether this route matches every request."""
-    return _is_wide(route) and takes(route.place, "/") and _takes_all_of_a_path(route)
-
-
-def _is_inside(route: Route, prefix: str) -> bool:
-    """Whether its path is below the prefix."""
-    match = route.place.get("match")
-    named = match.get("path").text() or match.get("prefix").text() or match.get("path_separated_prefix").text()
-    return bool(named) and is_below(named, prefix)
+    return route.pattern.covers("/") and not route.conditions

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from extproc.cli.envoy_check.findings import Finding
 from extproc.cli.envoy_check.inspect import CheckReport, RouteReport
+from extproc.cli.envoy_check.paths import describe_match
 
 
 def make_json(report: CheckReport, source: str) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def make_json(report: CheckReport, source: str) -> dict[str, Any]:
             {
                 "listener": item.listener,
                 "route": item.route.name,
-                "match": item.route.describe_match(),
+                "match": describe_match(item.route.match),
                 "guarded": bool(item.modes),
                 "body_modes": list(item.modes),
                 "pointer": item.route.place.pointer,
@@ -53,10 +54,11 @@ def print_report(report: CheckReport, source: str, console: Console) -> None:
         for line in _write_finding(finding, source):
             console.print(line, soft_wrap=True)
     hurting = sum(finding.hurts for finding in report.findings)
+    unknown = sum(finding.code == "not-judged" for finding in report.findings)
     guarded = sum(bool(item.modes) for item in report.routes)
-    console.print(
-        f"{guarded} of {len(report.routes)} routes guarded; findings: {hurting}; notes: {len(report.findings) - hurting}"
-    )
+    told = f"{guarded} of {len(report.routes)} routes guarded; findings: {hurting}"
+    told += f" in what could be judged; not judged: {unknown}" if unknown else ""
+    console.print(f"{told}; notes: {len(report.findings) - hurting - unknown}", soft_wrap=True)
 
 
 def _make_route_table(listener: str, routes: Sequence[RouteReport]) -> Table:
@@ -65,7 +67,7 @@ def _make_route_table(listener: str, routes: Sequence[RouteReport]) -> Table:
         table.add_column(Text(column), overflow="fold")
     for item in routes:
         guarded = Text(", ".join(item.modes), "green") if item.modes else Text("no")
-        table.add_row(Text(item.route.name), Text(item.route.describe_match()), guarded)
+        table.add_row(Text(item.route.name), Text(describe_match(item.route.match)), guarded)
     return table
 
 

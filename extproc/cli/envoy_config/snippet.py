@@ -21,7 +21,8 @@ _HEAD = """\
 
 _LISTENER = "static_resources.listeners[]"
 _MANAGER = f"{_LISTENER}.filter_chains[].filters[].typed_config"
-_HOST = f"{_MANAGER}.route_config.virtual_hosts[]"
+_ROUTES = f"{_MANAGER}.route_config"
+_HOST = f"{_ROUTES}.virtual_hosts[]"
 
 
 class _Place(NamedTuple):
@@ -44,6 +45,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
         "right before envoy.filters.http.router, after all filters that may refuse a request or choose its route",
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
+    "route_config": _Place(_ROUTES, "that of the routes to guard"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
     "route": _Place(f"{_HOST}.routes[]", ""),  # described by the routes
     "action": _Place(f"{_HOST}.routes[].route", ""),  # described by the routes

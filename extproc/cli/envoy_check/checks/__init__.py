@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from extproc.cli.envoy_check.checks import answers, callers, clusters, filters, late, limits, order, routes
+from extproc.cli.envoy_check.checks import answers, callers, clusters, detours, filters, late, limits, order, routes
 from extproc.cli.envoy_check.config import Guard
 from extproc.cli.envoy_check.findings import Finding
 
-_FILES = (late, order, filters, limits, callers, routes, clusters, answers)
+_FILES = (detours, late, order, filters, limits, callers, routes, clusters, answers)
 
 CHECKS: tuple[Callable[[Guard], Iterator[Finding]], ...] = tuple(
     check for file in _FILES for name, check in vars(file).items() if name.startswith("check_")

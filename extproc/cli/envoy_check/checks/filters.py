@@ -60,6 +60,17 @@ def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
         yield f"observability_mode does not support {mode}"
 
 
+def check_notes(guard: Guard) -> Iterator[Finding]:
+    """Envoy takes edited bodies back only if it has the whole body, or Loopguard has."""
+    steers, partial = guard.needs.steers, [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
+    if partial and not guard.observes and (steers or not guard.needs.known):
+        told = " and ".join(steers) or "policies with steer or land"
+        problem = f"notes of {told} become warnings, which no model reads: Envoy takes no edited bodies with BUFFERED_PARTIAL"
+        right = "request_body_mode: FULL_DUPLEX_STREAMED, which has no limit either, or BUFFERED"
+        place = partial[0].mode.get("request_body_mode")
+        yield Finding("notes", place, problem, right, [route.name for route in partial], hurts=bool(steers))
+
+
 def check_content_length(guard: Guard) -> Iterator[Finding]:
     """Other modes than BUFFERED remove a header that upstreams may need."""
     place = guard.filter.config.get("allow_content_length_header")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from extproc.cli.envoy_check.config import Guard, GuardedRoute, HttpFilter, Route, is_on, list_settings, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.selectors import name_clusters, takes
+from extproc.cli.envoy_check.paths import read_match
 
 _AUTHENTICATION = (
     "ext_authz.v3.ExtAuthz",
@@ -118,35 +118,11 @@ def _is_verified(item: HttpFilter, route: GuardedRoute) -> bool:
     """Whether the first rule that matches the route's path, if any, asks for a token; patterns count as matching."""
     if any(place.get("requirement_name").is_there for place in list_settings(item, route.route)):
         return True
-    match = route.route.place.get("match")
-    path = next((text for name in _PATHS if (text := match.get(name).text())), "")
+    path = route.route.pattern.literal
     for rule in item.config.get("rules").items():
-        if not path or not any(rule.get("match", name).is_there for name in _PATHS) or takes(rule, path):
+        if not path or read_match(rule.get("match")).takes(path) is not False:
             return any(rule.get(name).is_there for name in ("requires", "requirement_name"))
     return False
-
-
-_PATHS = ("path", "prefix", "path_separated_prefix")
-
-
-def check_aliases(guard: Guard) -> Iterator[Finding]:
-    """An unguarded route may turn its path into a guarded one."""
-    guarded = {route.route.place.pointer for route in guard.guarded}
-    for route in guard.manager.routes:
-        if route.place.pointer in guarded:
-            continue
-        rewrite = route.place.get("route", "prefix_rewrite")
-        path = rewrite.text()
-        aim = next((each for each in guard.guarded if path and _leads_to(path, each.route)), None)
-        if aim is not None and name_clusters(route) & name_clusters(aim.route):
-            problem = f"requests on {route.name!r} reach the upstream under {path}, which is guarded, without Loopguard"
-            yield Finding("alias", rewrite, problem, "Loopguard on this route, too", [aim.name])
-
-
-def _leads_to(path: str, route: Route) -> bool:
-    """Whether requests below a rewritten path may be those that a route guards."""
-    named = next((text for name in _PATHS if (text := route.place.get("match", name).text())), "")
-    return takes(route.place, path) or (len(path) > 1 and named.startswith(path))
 
 
 def check_weighted_clusters(guard: Guard) -> Iterator[Finding]:

@@ -1,0 +1,262 @@
+"""What the `match` of a route says about paths, with three answers: it takes them, it does not, or this cannot be judged.
+
+Every form of match is read as a literal beginning and a regular expression for the rest, so each question is answered in one
+place. Envoy's regular expressions are RE2's, whose syntax Python shares for the most part. A form or a syntax that is not known
+here has no expression, and is reported as not judged: it is never taken for a match of nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from extproc.apis import APIS
+from extproc.cli.envoy_check.document import ConfigPlace
+from extproc.policy.bundle import is_below
+
+ANYTHING = ".*"
+BELOW = "(?:/.*)?"
+_WIDE = {ANYTHING: ANYTHING, "(.*)": ANYTHING, "(?:.*)": ANYTHING, "[^?]*": ANYTHING, "(/.*)?": BELOW, BELOW: BELOW}
+"""Expressions that take everything below a literal, in the spelling that is used here."""
+
+_NAMED = {"prefix": ANYTHING, "path": "", "path_separated_prefix": BELOW}
+_FORMS = (*_NAMED, "safe_regex", "connect_matcher", "path_match_policy")
+_MODIFIERS = (*_FORMS, "case_sensitive", "runtime_fraction")
+_DENOMINATORS = {"HUNDRED": 100, "TEN_THOUSAND": 10_000, "MILLION": 1_000_000}
+
+_TEMPLATE = "UriTemplateMatchConfig"
+_SEGMENT = r"[-A-Za-z0-9._~%!$&'()+,;:=@*]+"
+"""A segment of a path in a URI template: Envoy's kPathGlob."""
+
+_OPERATOR = re.compile(r"\{(\w+)(?:=([^{}]*))?\}|\*\*|\*")
+_FLAGS = re.compile(r"\^?\(\?([a-zA-Z]+)\)\^?|\^")
+_ESCAPED = re.compile(r"\\[^A-Za-z0-9]")
+_CHOICE = re.compile(r"(?:\((?:\?:|\?P<\w+>)?(?=[^()]*\|))([^\\^$.?*+()\[\]{}]*)\)(?![?*+{])((?s:.*))")
+"""A group of alternatives without special characters, and what follows."""
+
+_SPECIAL = "\\^$.|?*+()[]{}"
+_QUANTIFIERS = "?*{"
+_FOREIGN = re.compile(r"\[\[|\[:|\\[pPQECzZ]|\(\?(?!:|P<|[ims]+:)")
+"""Syntax that RE2 and Python do not share, or read differently."""
+
+_SAMPLES = [f"{prefix}x" if prefix.endswith("/") else prefix for api in APIS for prefix in api.prefixes]
+"""Paths of model calls, to try expressions on."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathPattern:
+    """The paths of a match: those that begin with a literal and go on as a regular expression says.
+
+    Attributes:
+        rest: None for an expression that is not understood.
+        folds: the case of letters is ignored.
+        never: it takes no request, such as one with a body that is not CONNECT.
+    """
+
+    literal: str
+    rest: str | None
+    folds: bool = False
+    never: bool = False
+
+    def takes(self, path: str) -> bool | None:
+        """Whether it takes this path; None if that cannot be judged."""
+        if self.never or not self._begins(path, self.literal):
+            return False
+        if self.rest is None:
+            return None
+        flags = re.ASCII | (re.IGNORECASE if self.folds else 0)
+        return re.fullmatch(re.escape(self.literal) + self.rest, path, flags) is not None
+
+    def reaches(self, prefix: str) -> bool | None:
+        """Whether it takes any path that a `pathPrefix` matches; None if that cannot be judged."""
+        if self.never or not (self._begins(self.literal, prefix) or self._begins(prefix, self.literal)):
+            return False
+        if branches := self._list_branches():
+            answers = [branch.reaches(prefix) for branch in branches]
+            return True if True in answers else None if None in answers else False
+        base = prefix.rstrip("/")
+        below = [prefix, f"{base}/", f"{base}/x", *[path for path in _SAMPLES if is_below(path, prefix)]]
+        answers = [self.takes(path) for path in below]
+        if True in answers or (self.rest is not None and self._is_inside(prefix)):
+            return True
+        return False if self.rest in ("", BELOW) else None
+
+    def _list_branches(self) -> list[PathPattern]:
+        """One pattern for each alternative that is a plain text; none if there are no alternatives, or others."""
+        if found := _CHOICE.fullmatch(self.rest or ""):
+            flags, start = "(?i)" if self.folds else "", re.escape(self.literal)
+            return [read_regex(f"{flags}{start}{text}{found[2]}") for text in found[1].split("|")]
+        return []
+
+    def covers(self, prefix: str) -> bool:
+        """Whether it certainly takes every path that a `pathPrefix` matches."""
+        return self.rest in (ANYTHING, BELOW) and self.takes(prefix) is True and not self.never
+
+    def includes(self, other: PathPattern) -> bool | None:
+        """Whether it takes every path that another one takes; None if that cannot be judged."""
+        if self.never or other.never or not self._begins(other.literal, self.literal):
+            return False
+        if self.rest is None or other.rest is None:
+            return None
+        if other.folds and not self.folds and _has_letters(self.literal + ("" if self.rest in _WIDE else self.rest)):
+            return False
+        if other.rest == "":
+            return self.takes(other.literal)
+        if self.rest == BELOW:
+            return self.takes(other.literal) is True and (other.rest == BELOW or len(other.literal) > len(self.literal))
+        return self.rest in (ANYTHING, other.rest) and (self.rest == ANYTHING or self.literal == other.literal)
+
+    def meets(self, other: PathPattern) -> bool | None:
+        """Whether some path is taken by both; None if that cannot be judged."""
+        for one, another in ((self, other), (other, self)):
+            if one.rest == "" and not one.folds:
+                return another.takes(one.literal)
+        if self.never or other.never:
+            return False
+        both = [self.literal, other.literal]
+        shorter, longer = sorted([text.lower() for text in both] if self.folds or other.folds else both, key=len)
+        if not longer.startswith(shorter):
+            return False
+        if self.rest is None or other.rest is None:
+            return None
+        if self.includes(other) or other.includes(self) or any(self.takes(path) and other.takes(path) for path in _SAMPLES):
+            return True
+        wide = self.rest in _WIDE and other.rest in _WIDE
+        return False if wide else None
+
+    def list_spellings(self) -> list[str]:
+        """Two spellings of a path that are the same to it, but not to a policy; none if it minds the case."""
+        return [self.literal.lower(), self.literal.upper()] if self.folds and _has_letters(self.literal) else []
+
+    def _begins(self, text: str, start: str) -> bool:
+        return text.lower().startswith(start.lower()) if self.folds else text.startswith(start)
+
+    def _is_inside(self, prefix: str) -> bool:
+        """Whether its literal is below the prefix, so that all of its paths are."""
+        if self.folds:
+            return is_below(self.literal.lower(), prefix.lower())
+        return is_below(self.literal, prefix)
+
+
+def _has_letters(text: str) -> bool:
+    return text.lower() != text.upper()
+
+
+def read_match(match: ConfigPlace) -> PathPattern:
+    """The paths of a route's match, or of another rule's."""
+    folds = not match.get("case_sensitive").flag(default=True)
+    for name, rest in _NAMED.items():
+        if match.get(name).is_there:
+            return PathPattern(match.get(name).text(), rest, folds)
+    if match.get("connect_matcher").is_there:
+        return PathPattern("", None, never=True)
+    if match.get("safe_regex").is_there:
+        return read_regex(match.get("safe_regex", "regex").text())
+    kind, template = match.get("path_match_policy", "typed_config").message()
+    if kind.endswith(_TEMPLATE):
+        return _read_template(template.get("path_template").text())
+    return PathPattern("", None)
+
+
+def read_regex(regex: str) -> PathPattern:
+    """A regular expression that has to match a whole path."""
+    folds, rest, literal = False, regex, ""
+    if flags := _FLAGS.match(rest):
+        folds, rest = "i" in (flags[1] or ""), rest[flags.end() :]
+        if set(flags[1] or "") - {"i", "s", "m"}:
+            return PathPattern("", None)
+    if _has_alternatives(rest):  # which may begin in another way
+        return PathPattern("", None if _FOREIGN.search(rest) or not _compiles(rest) else rest, folds)
+    while rest:
+        escaped = _ESCAPED.match(rest)
+        if escaped is None and rest[0] in _SPECIAL:
+            break
+        size = 2 if escaped else 1
+        if rest[size : size + 1] and rest[size] in _QUANTIFIERS:
+            break
+        literal, rest = literal + rest[size - 1], rest[size:]
+        if rest[:1] == "+":
+            rest = f"{re.escape(literal[-1])}*{rest[1:]}"
+            break
+    if rest.endswith("$") and not rest.endswith("\\$"):
+        rest = rest[:-1]
+    if _FOREIGN.search(rest) or not _compiles(rest):
+        return PathPattern(literal, None, folds)
+    return PathPattern(literal, _WIDE.get(rest, rest), folds)
+
+
+def _has_alternatives(regex: str) -> bool:
+    """Whether there is a `|` outside of groups."""
+    outside, before = re.sub(r"\\.|\[\^?\]?[^]]*\]", "", regex), ""
+    while outside != before:
+        before, outside = outside, re.sub(r"\([^()]*\)", "", outside)
+    return "|" in outside
+
+
+def matches(regex: str, text: str) -> bool | None:
+    """Whether an expression of Envoy's matches a whole text; None if that cannot be judged."""
+    return read_regex(regex).takes(text)
+
+
+def _compiles(regex: str) -> bool:
+    try:
+        re.compile(regex, re.ASCII)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def _read_template(template: str) -> PathPattern:
+    """A URI template of Envoy's: `*` and `{x}` are a segment, `**` is any number of them."""
+
+    def translate(operator: re.Match[str]) -> str:
+        inner = operator[2] if operator[2] is not None else "*" if operator[1] else operator[0]
+        return _OPERATOR.sub(translate, inner) if inner not in ("*", "**") else ANYTHING if inner == "**" else _SEGMENT
+
+    first = _OPERATOR.search(template)
+    if first is None:
+        return PathPattern(template, "" if not set(template) & set("{}*") else None)
+    literal, regex, end = template[: first.start()], "", first.start()
+    for operator in _OPERATOR.finditer(template):
+        regex += re.escape(template[end : operator.start()]) + translate(operator)
+        end = operator.end()
+    regex += re.escape(template[end:])
+    return PathPattern(literal, None if set("{}") & set(template[end:]) else _WIDE.get(regex, regex))
+
+
+def find_share(match: ConfigPlace) -> float:
+    """The share of the requests that a route takes by default, from 0 to 1."""
+    fraction = match.get("runtime_fraction", "default_value")
+    if not match.get("runtime_fraction").is_there:
+        return 1
+    return min(1, fraction.get("numerator").number(0) / _DENOMINATORS.get(fraction.get("denominator").text("HUNDRED"), 100))
+
+
+def list_conditions(match: ConfigPlace) -> list[str]:
+    """What else must hold for a route to take a request of its paths, by the names of the fields."""
+    known = [place.pointer for name in _MODIFIERS if (place := match.get(name)).is_there]
+    conditions = [name for name, place in match.entries() if place.pointer not in known and place.value not in ([], None)]
+    return [*conditions, *(["runtime_fraction"] if find_share(match) < 1 else [])]
+
+
+def list_methods(match: ConfigPlace) -> set[str] | None:
+    """The methods of the requests that it can take; None if it does not say."""
+    for header in match.get("headers").items():
+        if header.get("name").text() == ":method" and not header.get("invert_match").flag():
+            exact = header.get("string_match", "exact").text() or header.get("exact_match").text()
+            if exact:
+                return {exact}
+    return None
+
+
+def describe_match(match: ConfigPlace) -> str:
+    """The match in short."""
+    for name in _FORMS:
+        value = match.get(name)
+        if value.is_there:
+            told = (
+                value.text() or value.get("regex").text() or value.get("typed_config").message()[1].get("path_template").text()
+            )
+            more = " ..." if isinstance(match.value, dict) and len(match.value) > 1 else ""
+            return f"{name.replace('_', ' ')} {told}".strip() + more
+    return ""
