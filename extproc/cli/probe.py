@@ -103,8 +103,23 @@ def list_requests(path: str, mark: str, big: int) -> Iterator[ProbeRequest]:
         yield ProbeRequest(f"{name}, gzip body", path, gzip.compress(write(f"{name} gzip")), zipped, http2=http2)
     yield ProbeRequest("HTTP/1.1, chunked", path, write("chunked"), chunked=True)
     yield ProbeRequest("HTTP/1.1, large body, chunked", path, write("large chunked", big), chunked=True)
-    yield ProbeRequest("dot segments", f"/loopguard-probe/..{path}", write("dots"), alias=True)
+    for name, spelling in _spell(path).items():
+        yield ProbeRequest(name, spelling, write(name), alias=True)
     yield ProbeRequest("WebSocket upgrade", path, headers=_UPGRADE, method="GET")
+
+
+def _spell(path: str) -> dict[str, str]:
+    """Other spellings of a path, which some upstreams take for the same."""
+    first, slash, rest = path[1:].partition("/")
+    return {
+        "dot segments": f"/loopguard-probe/..{path}",
+        "doubled slash": f"/{path}",
+        "escaped slash": f"/{first}%2F{rest}" if slash else f"/.%2F{first}",
+        "escaped letter": f"/{f'%{ord(first[0]):02X}{first[1:]}' if first.isascii() and first else first}{slash}{rest}",
+        "upper case": path.upper(),
+        "path parameter": f"{path};loopguard=probe",
+        "path parameter of the first segment": f"/{first};loopguard=probe{slash}{rest}",
+    }
 
 
 def list_names() -> list[str]:
@@ -138,10 +153,8 @@ def list_paths(policies: PolicySet | None, report: CheckReport | None) -> list[s
         selector = policy.spec.selector
         found += [path for path in (selector.pathExact, *selector.list_prefixes()) if path is not None]
     for route in report.routes if report is not None else ():
-        match = route.route.place.get("match")
-        named = [match.get(kind).text() for kind in ("path", "path_separated_prefix", "prefix")] if route.modes else []
-        found += [path for path in named if path]
-    return list(dict.fromkeys(found))[:_MOST_PATHS]
+        found += [route.route.pattern.find_example()] if route.modes else []
+    return list(dict.fromkeys([path for path in found if path]))[:_MOST_PATHS]
 
 
 def read_headers(texts: Sequence[str]) -> list[tuple[str, str]]:

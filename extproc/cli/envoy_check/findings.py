@@ -82,3 +82,8 @@ class Finding:
 def note(code: str, place: ConfigPlace, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
     """A note: worth knowing, but not a failure."""
     return Finding(code, place, problem, right, routes, hurts=False)
+
+
+def report_unknown(place: ConfigPlace, what: str, routes: Sequence[str] = ()) -> Finding:
+    """The note about something that is not understood."""
+    return note("not-judged", place, f"{what} cannot be judged", "look at it; --ignore not-judged if it is good", routes)

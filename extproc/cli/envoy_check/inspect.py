@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from extproc.cli.envoy_check.checks import CHECKS
-from extproc.cli.envoy_check.checks.detours import report_unknown
 from extproc.cli.envoy_check.config import Guard, Manager, Resources, Route, find_guards, find_managers, list_processors
 from extproc.cli.envoy_check.document import ConfigPlace
-from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.needs import Needs
 from extproc.cli.envoy_check.paths import describe_match, list_methods
 from extproc.cli.envoy_check.selectors import find_taken, share_upstream

@@ -128,6 +128,12 @@ class PathPattern:
         """Two spellings of a path that are the same to it, but not to a policy; none if it minds the case."""
         return [self.literal.lower(), self.literal.upper()] if self.folds and _has_letters(self.literal) else []
 
+    def find_example(self) -> str:
+        """A path that it takes; empty if none is known."""
+        if self.rest in _WIDE or self.rest == "":
+            return self.literal
+        return next((path for path in _SAMPLES if self.takes(path)), "")
+
     def _begins(self, text: str, start: str) -> bool:
         return text.lower().startswith(start.lower()) if self.folds else text.startswith(start)
 

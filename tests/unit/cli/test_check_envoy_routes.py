@@ -7,38 +7,27 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from extproc.cli.main import main
 from tests.support.check_envoy import CHAT, MANAGER, Json, find, found, report, run
 from tests.support.documents import bundle, policy
-from tests.support.envoy_config import bootstrap
+from tests.support.routes import (
+    FILTER,
+    ROUTES,
+    before,
+    by_template,
+    good,
+    header,
+    regex,
+    rewriting,
+    templated,
+    treed,
+    wrapped,
+)
 
-_ROUTES = f"{MANAGER}/route_config/virtual_hosts/0/routes"
-_FILTER = f"{MANAGER}/http_filters/0"
 _TYPE = "type.googleapis.com"
 _NAME = "envoy.filters.http.ext_proc"
-TEMPLATE = "envoy.path.match.uri_template.uri_template_matcher"
 STEERING = bundle(policy("agents", {"pathPrefix": "/chat"}, similarity="turns", action="steer", limit_keys=["header:x"]))
-
-
-def good(policies: Json = CHAT) -> Json:
-    """What `loopguard envoy-config` prints for one guarded path, `/chat` and all below it."""
-    return yaml.safe_load(bootstrap(policies))
-
-
-def templated(template: str) -> Json:
-    """A match by a URI template."""
-    kind = f"{_TYPE}/envoy.extensions.path.match.uri_template.v3.UriTemplateMatchConfig"
-    return {"path_match_policy": {"name": TEMPLATE, "typed_config": {"@type": kind, "path_template": template}}}
-
-
-def before(match: Json, document: Json | None = None) -> Json:
-    """A configuration with an unguarded route before the guarded one."""
-    made = document or good()
-    routes = find(made, _ROUTES)
-    routes.insert(0, {"name": "before", "match": match, "route": {"cluster": routes[0]["route"]["cluster"]}})
-    return made
 
 
 def codes(document: Json, policies: Json = None) -> list[tuple[str, bool]]:
@@ -79,7 +68,7 @@ def test_a_match_of_unknown_form_is_named(match: Json, policies: Json) -> None:
     made = report(before(match), policies)
 
     assert [(item.code, item.hurts, list(item.routes)) for item in made.findings] == [("not-judged", False, ["before"])]
-    assert made.findings[0].place.pointer == f"{_ROUTES}/0/match"
+    assert made.findings[0].place.pointer == f"{ROUTES}/0/match"
 
 
 @pytest.mark.parametrize("policies", [CHAT, None])
@@ -115,9 +104,9 @@ def test_a_route_for_other_methods_is_no_finding() -> None:
 def test_a_guarded_route_must_take_all_requests(numerator: int, policies: Json) -> None:
     """`runtime_fraction` leaves the rest to the next route."""
     document = good()
-    find(document, f"{_ROUTES}/0/match")["runtime_fraction"] = {"default_value": {"numerator": numerator}}
+    find(document, f"{ROUTES}/0/match")["runtime_fraction"] = {"default_value": {"numerator": numerator}}
     whole = copy.deepcopy(document)
-    find(whole, f"{_ROUTES}/0/match")["runtime_fraction"]["default_value"]["numerator"] = 100
+    find(whole, f"{ROUTES}/0/match")["runtime_fraction"]["default_value"]["numerator"] = 100
 
     assert codes(document, policies) == [("unguarded", True)]
     assert codes(whole, policies) == []
@@ -126,31 +115,10 @@ def test_a_guarded_route_must_take_all_requests(numerator: int, policies: Json) 
 def test_conditions_of_guarded_routes_are_noted() -> None:
     """Without policies, nobody says whether the other requests should be guarded."""
     document = good()
-    find(document, f"{_ROUTES}/0/match")["headers"] = [{"name": "x-team", "present_match": True}]
+    find(document, f"{ROUTES}/0/match")["headers"] = [{"name": "x-team", "present_match": True}]
 
     assert codes(document) == [("unguarded", False)]
     assert codes(document, CHAT) == [("unguarded", True)]
-
-
-def treed(document: Json, *, guarded: bool) -> Json:
-    """Let a matcher choose the routes of the virtual host."""
-    host = find(document, f"{MANAGER}/route_config/virtual_hosts/0")
-    route, rest = host.pop("routes")
-    kind = f"{_TYPE}/envoy.config.route.v3.Route"
-    other = {
-        **rest,
-        "match": {"prefix": "/chat"},
-        **({"typed_per_filter_config": route["typed_per_filter_config"]} if guarded else {}),
-    }
-    header = {"@type": f"{_TYPE}/envoy.type.matcher.v3.HttpRequestHeaderMatchInput", "header_name": "x-tier"}
-    host["matcher"] = {
-        "matcher_tree": {
-            "input": {"name": "tier", "typed_config": header},
-            "exact_match_map": {"map": {"gold": {"action": {"name": "r", "typed_config": {"@type": kind, **other}}}}},
-        },
-        "on_no_match": {"action": {"name": "r", "typed_config": {"@type": kind, **route}}},
-    }
-    return document
 
 
 @pytest.mark.parametrize("policies", [CHAT, None])
@@ -186,16 +154,16 @@ def test_virtual_hosts_on_demand_are_noted() -> None:
 def test_a_guarded_route_must_mind_the_case(match: Json, place: str, policies: Json) -> None:
     """Policies do, so `/CHAT` would match none."""
     document = good()
-    find(document, f"{_ROUTES}/0")["match"] = match
+    find(document, f"{ROUTES}/0")["match"] = match
 
-    assert [(code, pointer) for code, pointer, _ in found(document, policies)] == [("unmatched", f"{_ROUTES}/0{place}")]
+    assert [(code, pointer) for code, pointer, _ in found(document, policies)] == [("unmatched", f"{ROUTES}/0{place}")]
 
 
 def test_a_policy_by_route_matches_every_spelling() -> None:
     """As does one for all paths."""
     document = good()
-    find(document, f"{_ROUTES}/0")["match"] = {"prefix": "/chat", "case_sensitive": False}
-    name = find(document, f"{_ROUTES}/0")["name"]
+    find(document, f"{ROUTES}/0")["match"] = {"prefix": "/chat", "case_sensitive": False}
+    name = find(document, f"{ROUTES}/0")["name"]
     by_name = bundle(policy("p", {"routes": [name]}, limit_keys=["header:x"]))
     everywhere = bundle(policy("p", {"pathPrefix": "/", "routes": [name]}, limit_keys=["header:x"]))
 
@@ -208,7 +176,7 @@ def test_path_parameters_are_told() -> None:
     del find(silent, f"{MANAGER}/route_config")["ignore_path_parameters_in_path_matching"]
     find(ignoring, f"{MANAGER}/route_config")["ignore_path_parameters_in_path_matching"] = True
     del find(closed, f"{MANAGER}/route_config")["ignore_path_parameters_in_path_matching"]
-    find(closed, _ROUTES)[1] = {"match": {"prefix": "/"}, "direct_response": {"status": 404}}
+    find(closed, ROUTES)[1] = {"match": {"prefix": "/"}, "direct_response": {"status": 404}}
 
     assert codes(silent) == codes(silent, CHAT) == [("path-parameters", False)]
     assert codes(ignoring) == codes(ignoring, CHAT) == [("unmatched", True)]
@@ -226,25 +194,6 @@ def test_unknown_routes_of_a_selector_are_found() -> None:
 # ---- A matcher around the filter
 
 
-def wrapped(document: Json, reads: Json, *, skips: bool = True) -> Json:
-    """Put a matcher around Loopguard's filter."""
-    item = find(document, _FILTER)
-    action = "common.matcher.action.v3.SkipFilter" if skips else "their.Action"
-    condition = {"single_predicate": {"input": {"name": "i", "typed_config": reads}, "value_match": {"exact": "yes"}}}
-    on_match = {"action": {"name": "skip", "typed_config": {"@type": f"{_TYPE}/envoy.extensions.filters.{action}"}}}
-    item["typed_config"] = {
-        "@type": f"{_TYPE}/envoy.extensions.common.matching.v3.ExtensionWithMatcher",
-        "xds_matcher": {"matcher_list": {"matchers": [{"predicate": condition, "on_match": on_match}]}},
-        "extension_config": {"name": item["name"], "typed_config": item["typed_config"]},
-    }
-    return document
-
-
-def header(name: str) -> Json:
-    """An input that clients send."""
-    return {"@type": f"{_TYPE}/envoy.type.matcher.v3.HttpRequestHeaderMatchInput", "header_name": name}
-
-
 def test_a_matcher_that_clients_control_is_found() -> None:
     """A note for inputs of which it is not known; nothing for a matcher that skips nothing."""
     query = {"@type": f"{_TYPE}/envoy.type.matcher.v3.HttpRequestQueryParamMatchInput", "query_param": "skip"}
@@ -258,14 +207,14 @@ def test_a_matcher_that_clients_control_is_found() -> None:
 def test_a_route_s_matcher_is_found() -> None:
     """It replaces that of the filter."""
     document = wrapped(good(), header("x-skip"))
-    matcher = find(document, f"{_FILTER}/typed_config").pop("xds_matcher")
+    matcher = find(document, f"{FILTER}/typed_config").pop("xds_matcher")
     kind = f"{_TYPE}/envoy.extensions.common.matching.v3.ExtensionWithMatcherPerRoute"
-    find(document, f"{_FILTER}/typed_config/extension_config/typed_config")["processing_mode"] = {
+    find(document, f"{FILTER}/typed_config/extension_config/typed_config")["processing_mode"] = {
         "request_body_mode": "BUFFERED",
         "request_trailer_mode": "SEND",
         "response_header_mode": "SEND",
     }
-    find(document, f"{_ROUTES}/0/typed_per_filter_config")[_NAME] = {"@type": kind, "xds_matcher": matcher}
+    find(document, f"{ROUTES}/0/typed_per_filter_config")[_NAME] = {"@type": kind, "xds_matcher": matcher}
 
     assert ("skipped", True) in codes(document)
 
@@ -281,24 +230,6 @@ def test_filters_that_run_programs_are_noted() -> None:
 
 
 # ---- Aliases
-
-
-def rewriting(match: Json, rewrite: Json) -> Json:
-    """An unguarded route that rewrites its path, to the same upstream."""
-    document = before(match)
-    find(document, f"{_ROUTES}/0/route").update(rewrite)
-    return document
-
-
-def regex(pattern: str, substitution: str) -> Json:
-    """A rewrite by a regular expression."""
-    return {"regex_rewrite": {"pattern": {"regex": pattern}, "substitution": substitution}}
-
-
-def by_template(text: str) -> Json:
-    """A rewrite by a URI template."""
-    kind = f"{_TYPE}/envoy.extensions.path.rewrite.uri_template.v3.UriTemplateRewriteConfig"
-    return {"path_rewrite_policy": {"name": "rewrite", "typed_config": {"@type": kind, "path_template_rewrite": text}}}
 
 
 @pytest.mark.parametrize("policies", [CHAT, None])
@@ -334,7 +265,7 @@ def test_a_single_path_that_is_rewritten_is_no_alias() -> None:
 def test_a_cluster_that_requests_choose_is_not_judged() -> None:
     """It may be the guarded upstream, or another."""
     document = rewriting({"prefix": "/alias/"}, {"prefix_rewrite": "/chat/"})
-    route = find(document, f"{_ROUTES}/0/route")
+    route = find(document, f"{ROUTES}/0/route")
     del route["cluster"]
     route["cluster_header"] = "x-cluster"
 
@@ -367,8 +298,8 @@ def test_a_second_listener_with_wider_routes_is_found() -> None:
 def test_notes_need_whole_bodies() -> None:
     """With BUFFERED_PARTIAL, steering is a warning that no model reads; duplex and policies without notes are fine."""
     document = good(STEERING)
-    overrides = find(document, f"{_ROUTES}/0/typed_per_filter_config/{_NAME}/overrides")
-    find(document, f"{_FILTER}/typed_config")["allow_content_length_header"] = True
+    overrides = find(document, f"{ROUTES}/0/typed_per_filter_config/{_NAME}/overrides")
+    find(document, f"{FILTER}/typed_config")["allow_content_length_header"] = True
 
     def told(mode: str, policies: Json) -> list[tuple[str, bool]]:
         overrides["processing_mode"]["request_body_mode"] = mode

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from extproc.cli.envoy_check.config import Guard
 from extproc.cli.envoy_check.document import ConfigPlace
-from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.findings import Finding, note, report_unknown
+from extproc.cli.envoy_check.paths import matches
 
 MARKS = ("x-fairvisor-warning", "x-loopguard-steered", "x-loopguard-narrowed")
 _MULTIPLIERS = ("x-envoy-retry-on", "x-envoy-max-retries")
@@ -32,7 +32,12 @@ def check_caller_headers(guard: Guard) -> Iterator[Finding]:
     wanted = guard.needs.list_headers()
     rules = guard.filter.config.get("forward_rules")
     allowed, withheld = rules.get("allowed_headers"), rules.get("disallowed_headers")
-    hidden = [name for name in wanted if (allowed.is_there and not _matches(allowed, name)) or _matches(withheld, name)]
+    sent = {name: _matches(allowed, name) if allowed.is_there else True for name in wanted}
+    kept_back = {name: _matches(withheld, name) for name in wanted}
+    hidden = [name for name in wanted if sent[name] is False or kept_back[name]]
+    unknown = [name for name in wanted if name not in hidden and None in (sent[name], kept_back[name])]
+    if unknown:
+        yield report_unknown(rules, f"whether these rules keep {' and '.join(unknown)} from Loopguard")
     if hidden:
         problem = f"Loopguard does not get {' and '.join(hidden)}, by which policies tell callers apart"
         yield Finding("caller-headers", rules, problem, "forward_rules that forward them, or none")
@@ -47,27 +52,26 @@ def check_caller_headers(guard: Guard) -> Iterator[Finding]:
                 yield Finding("caller-headers", provider.get("forward"), problem, "forward: true, or jwt: limit keys")
 
 
-def _matches(patterns: ConfigPlace, name: str) -> bool:
-    """Whether one of a list of StringMatchers matches the name of a header."""
-    for pattern in patterns.get("patterns").items():
-        found = [
-            name == pattern.get("exact").text().lower(),
-            pattern.get("prefix").is_there and name.startswith(pattern.get("prefix").text().lower()),
-            pattern.get("suffix").is_there and name.endswith(pattern.get("suffix").text().lower()),
-            pattern.get("contains").is_there and pattern.get("contains").text().lower() in name,
-            pattern.get("safe_regex").is_there and _matches_regex(pattern.get("safe_regex", "regex").text(), name),
-        ]
-        if any(found):
-            return True
-    return False
+def _matches(patterns: ConfigPlace, name: str) -> bool | None:
+    """Whether one of a list of StringMatchers matches the name of a header; None if that cannot be judged."""
+    answers = [_match(pattern, name) for pattern in patterns.get("patterns").items()]
+    return True if True in answers else None if None in answers else False
 
 
-def _matches_regex(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a whole name; patterns that only RE2 understands count as no match."""
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False
+def _match(pattern: ConfigPlace, name: str) -> bool | None:
+    for form, fits in _FORMS.items():
+        if pattern.get(form).is_there:
+            return fits(name, pattern.get(form).text().lower())
+    return matches(pattern.get("safe_regex", "regex").text(), name) if pattern.get("safe_regex").is_there else None
+
+
+_FORMS: Mapping[str, Callable[[str, str], bool]] = {
+    "exact": str.__eq__,
+    "prefix": str.startswith,
+    "suffix": str.endswith,
+    "contains": str.__contains__,
+}
+"""The forms of a StringMatcher besides regular expressions; names of headers are in lower case."""
 
 
 def check_envoy_headers(guard: Guard) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, HttpFilter, Route, is_on, list_said, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
-from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.paths import ANYTHING, BELOW, PathPattern, find_share, list_methods, read_regex
 from extproc.cli.envoy_check.selectors import share_upstream
 from extproc.policy.bundle import Selector
@@ -61,11 +61,6 @@ def _report_other_route(route: Route, aim: Route, *, certain: bool) -> Finding:
         problem += f", if {' and '.join(conditions)} holds" if conditions else ""
         hurts = not conditions or any(name in _CHOSEN_BY_CLIENTS for name in conditions)
     return Finding("unguarded", route.place.get("match"), problem, _HERE, [route.name], hurts=hurts)
-
-
-def report_unknown(place: ConfigPlace, what: str, routes: list[str]) -> Finding:
-    """The note about something that is not understood."""
-    return note("not-judged", place, f"{what} cannot be judged", "look at it; --ignore not-judged if it is good", routes)
 
 
 def check_spellings(guard: Guard) -> Iterator[Finding]:
@@ -202,9 +197,9 @@ def check_programs(guard: Guard) -> Iterator[Finding]:
     """Filters that run a program can do anything with a request, as can those that are delivered later."""
     for item in guard.manager.filters:
         if item.is_a(*_PROGRAMS) and not mentions_loopguard(item) and _is_used(guard, item):
-            yield report_unknown(item.place, f"whether {item.name} chooses other routes, or answers guarded requests,", [])
+            yield report_unknown(item.place, f"whether {item.name} chooses other routes, or answers guarded requests,")
         elif not item.kind and item.place.get("config_discovery").is_there:
-            yield report_unknown(item.place, f"{item.name}, whose configuration is delivered later (ECDS),", [])
+            yield report_unknown(item.place, f"{item.name}, whose configuration is delivered later (ECDS),")
 
 
 def _is_used(guard: Guard, item: HttpFilter) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from extproc.cli.envoy_check.config import Guard, GuardedRoute, HttpFilter, Route, is_on, list_settings, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
-from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.paths import read_match
 
 _AUTHENTICATION = (
@@ -108,21 +108,29 @@ def check_tokens(guard: Guard) -> Iterator[Finding]:
         rules = item.config.get("rules")
         if not item.is_a("jwt_authn.v3.JwtAuthentication") or not rules.is_there:
             continue
-        bare = [route.name for route in guard.guarded if is_on(item, route.route) and not _is_verified(item, route)]
+        verified = {route.name: _is_verified(item, route) for route in guard.guarded if is_on(item, route.route)}
+        bare, unknown = [[name for name, answer in verified.items() if answer is known] for known in (False, None)]
+        if unknown:
+            yield report_unknown(rules, f"whether {item.name} verifies tokens on this route", unknown)
         if bare:
             problem = f"no rule of {item.name} verifies tokens on this route: jwt: keys are always missing"
             yield Finding("jwt", rules, problem, "a rule whose match covers the route, with requires", bare)
 
 
-def _is_verified(item: HttpFilter, route: GuardedRoute) -> bool:
-    """Whether the first rule that matches the route's path, if any, asks for a token; patterns count as matching."""
+def _is_verified(item: HttpFilter, route: GuardedRoute) -> bool | None:
+    """Whether the first rule that matches the route's path, if any, asks for a token; None if that cannot be judged."""
     if any(place.get("requirement_name").is_there for place in list_settings(item, route.route)):
         return True
-    path = route.route.pattern.literal
+    path, answers = route.route.pattern.find_example(), set()
     for rule in item.config.get("rules").items():
-        if not path or read_match(rule.get("match")).takes(path) is not False:
-            return any(rule.get(name).is_there for name in ("requires", "requirement_name"))
-    return False
+        takes = read_match(rule.get("match")).takes(path) if path else None
+        if takes is not False:
+            answers.add(any(rule.get(name).is_there for name in ("requires", "requirement_name")))
+        if takes:
+            break
+    else:
+        answers.add(False)
+    return answers.pop() if len(answers) == 1 else None
 
 
 def check_weighted_clusters(guard: Guard) -> Iterator[Finding]:
