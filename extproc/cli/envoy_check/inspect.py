@@ -11,7 +11,7 @@ from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.needs import Needs
 from extproc.cli.envoy_check.paths import describe_match, list_methods
-from extproc.cli.envoy_check.selectors import find_taken, share_upstream
+from extproc.cli.envoy_check.selectors import find_taken, name_clusters, share_upstream
 
 _SNIPPET = "what `loopguard envoy-config --snippet` prints"
 
@@ -50,6 +50,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         routes += _report_routes(manager, own)
         findings += _check_manager(manager, own, needs)
     findings += _check_other_listeners(managers, guards)
+    findings += _check_streams(resources, guards)
     findings += _check_names(managers, needs)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
@@ -106,6 +107,25 @@ def _check_other_listeners(managers: Sequence[Manager], guards: Sequence[Guard])
                 yield report_unknown(route.match, what, [route.name])
 
 
+def _check_streams(resources: Resources, guards: Sequence[Guard]) -> Iterator[Finding]:
+    """A listener that forwards connections, not requests, has no filters for requests."""
+    aims = {cluster for guard in guards for route in guard.guarded for cluster in name_clusters(route.route)}
+    for listener in resources.listeners:
+        for chain in [*listener.get("filter_chains").items(), listener.get("default_filter_chain")]:
+            for item in chain.get("filters").items():
+                kind, config = item.get("typed_config").message()
+                weighted = config.get("weighted_clusters", "clusters").items()
+                named = {place.text() for place in (config.get("cluster"), *[each.get("name") for each in weighted])}
+                if kind.endswith(".TcpProxy") and named & aims:
+                    problem = (
+                        f"{listener.get('name').text()} forwards connections to the upstream: requests in them are not guarded"
+                    )
+                    yield Finding("second-listener", item, problem, "an HTTP connection manager with Loopguard")
+                elif item.get("config_discovery").is_there and aims:
+                    what = f"the filter {item.get('name').text()}, whose configuration is delivered later (ECDS),"
+                    yield report_unknown(item, what)
+
+
 def _check_names(managers: Sequence[Manager], needs: Needs) -> Iterator[Finding]:
     """A policy that selects routes by name needs one of these."""
     names = {route.name for manager in managers for route in manager.routes}
@@ -144,12 +164,13 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
     """Requests that a policy selects have to reach Loopguard."""
     guarded = {route.route.place.pointer for guard in guards for route in guard.guarded}
     for identity, selector in needs.selectors:
-        for route, certain in find_taken(manager.routes, selector):
+        for route, doubtful in find_taken(manager.routes, selector):
             if route.place.pointer in guarded or route.is_answered_here:
                 continue
-            if not certain:
-                place = route.around[0].get("matcher") if route.chosen else route.match
-                what = f"whether it takes requests that policy {identity} selects, by its {describe_match(route.match)},"
+            if doubtful is not None:
+                place = doubtful.around[0].get("matcher") if doubtful.chosen else doubtful.match
+                told = describe_match(doubtful.match)
+                what = f"whether {doubtful.name!r} takes requests that policy {identity} selects, by {told},"
                 yield report_unknown(place, what, [route.name])
                 continue
             problem = f"policy {identity} selects requests on this route, but Envoy does not ask Loopguard about them"

@@ -8,12 +8,15 @@ from extproc.cli.envoy_check.config import Route
 from extproc.cli.envoy_check.paths import find_share, list_methods
 from extproc.policy.bundle import Selector, normalize_host
 
+Taken = tuple[Route, Route | None]
+"""A route, and the route that makes it uncertain, itself or an earlier one, whose match cannot be judged; None for certain."""
+
 _LATE = ("cluster_header", "cluster_specifier_plugin", "inline_cluster_specifier_plugin")
 """What chooses a cluster for each request."""
 
 
-def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[tuple[Route, bool]]:
-    """The routes, in Envoy's order, that may get a request which the selector matches, each with whether that is certain.
+def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Taken]:
+    """The routes, in Envoy's order, that may get a request which the selector matches.
 
     Headers and queries in a route's match are ignored: such a route takes some requests of its paths, and leaves the others to
     the next route.
@@ -22,7 +25,7 @@ def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[tuple[Ro
         serving = _find_hosts(routes, selector.hosts)
         routes = [route for route in routes if route.around[0].pointer in serving]
     if selector.routes:
-        yield from ((route, True) for route in routes if route.name in selector.routes)
+        yield from ((route, None) for route in routes if route.name in selector.routes)
         return
     methods = selector.methods or ()
     if selector.pathExact is not None:
@@ -51,14 +54,17 @@ def _rank(domain: str, host: str) -> int:
     return 2 * (host.endswith(inside) if domain.startswith("*") else host.startswith(inside))
 
 
-def _find_by_path(routes: Sequence[Route], path: str, methods: Sequence[str], *, below: bool) -> Iterator[tuple[Route, bool]]:
+def _find_by_path(routes: Sequence[Route], path: str, methods: Sequence[str], *, below: bool) -> Iterator[Taken]:
     done: set[str] = set()  # virtual hosts in which the path, or everything below it, has its route
+    open_at: dict[str, Route] = {}  # by virtual host, the first route that may take them
     for route in routes:
         host, pattern, taken = route.around[0].pointer, route.pattern, list_methods(route.match)
         answer = pattern.reaches(path) if below else pattern.takes(path)
         if host in done or answer is False or not find_share(route.match) or (methods and taken and taken.isdisjoint(methods)):
             continue
-        yield route, answer is True and not route.chosen
+        if answer is None or route.chosen:
+            open_at.setdefault(host, route)
+        yield route, open_at.get(host)
         if answer and not route.conditions and (not below or pattern.covers(path)):
             done.add(host)
 

@@ -77,7 +77,6 @@ def test_a_match_of_unknown_form_is_named(match: Json, policies: Json) -> None:
     [
         {"prefix": "/CHAT"},
         {"path": "/images", "case_sensitive": False},
-        {"connect_matcher": {}},
         templated("/files/{x=**}"),
         {"safe_regex": {"regex": "/files/\\pL+"}},
         {"safe_regex": {"regex": "/(files|images)"}},
@@ -330,3 +329,66 @@ def test_the_sum_says_what_is_not_judged(tmp_path: Path, capsys: pytest.CaptureF
 
     assert code == 0
     assert out.endswith("1 of 3 routes guarded; findings: 0 in what could be judged; not judged: 1; notes: 0\n")
+
+
+def test_a_guarded_route_of_unknown_form_leaves_the_rest_open() -> None:
+    """It may take all that the policy selects, so the route behind it is no finding."""
+    document = good()
+    find(document, f"{ROUTES}/0")["match"] = {"safe_regex": {"regex": "/\\pL+.*"}}
+
+    made = report(document, CHAT)
+
+    assert [(item.code, item.place.pointer, list(item.routes)) for item in made.findings] == [
+        ("not-judged", f"{ROUTES}/0/match", ["unguarded"])
+    ]
+
+
+def test_tunnels_to_the_guarded_upstream_are_found() -> None:
+    """By CONNECT, or through a listener for connections; elsewhere, both are good."""
+    connect, forwarding = before({"connect_matcher": {}}), good()
+    cluster = find(forwarding, f"{ROUTES}/0/route")["cluster"]
+    kind = f"{_TYPE}/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy"
+    proxy = {"name": "tcp", "typed_config": {"@type": kind, "stat_prefix": "t", "cluster": cluster}}
+    find(forwarding, "/static_resources/listeners").append({"name": "raw", "filter_chains": [{"filters": [proxy]}]})
+    harmless = copy.deepcopy(forwarding)
+    find(harmless, "/static_resources/listeners/1/filter_chains/0/filters/0/typed_config")["cluster"] = "else"
+    later = copy.deepcopy(forwarding)
+    find(later, "/static_resources/listeners/1/filter_chains/0")["filters"] = [{"name": "x", "config_discovery": {}}]
+    elsewhere = copy.deepcopy(connect)
+    find(elsewhere, f"{ROUTES}/0/route")["cluster"] = "else"
+
+    assert codes(connect) == [("alias", True)]
+    assert codes(forwarding) == [("second-listener", True)]
+    assert codes(later) == [("not-judged", False)]
+    assert codes(harmless) == codes(elsewhere) == []
+
+
+def test_header_rules_of_unknown_form_are_named() -> None:
+    """A rule that may keep a caller's header from Loopguard."""
+
+    def told(pattern: Json) -> list[tuple[str, bool]]:
+        document = good()
+        find(document, f"{FILTER}/typed_config")["forward_rules"] = {"disallowed_headers": {"patterns": [pattern]}}
+        return codes(document, CHAT)
+
+    assert told({"safe_regex": {"regex": "x-\\pL+-id"}}) == told({"custom": {"name": "their"}}) == [("not-judged", False)]
+    assert told({"safe_regex": {"regex": "x-.*-id"}}) == told({"contains": "user"}) == [("caller-headers", True)]
+    assert told({"safe_regex": {"regex": "y-\\pL+"}}) == told({"suffix": "x"}) == []
+
+
+def test_token_rules_of_unknown_form_are_named() -> None:
+    """A rule of jwt_authn that may cover the route, or not."""
+    claims = bundle(policy("p", {"pathPrefix": "/chat"}, limit_keys=["jwt:sub"]))
+
+    def told(*rules: Json) -> list[tuple[str, bool]]:
+        document = good(claims)
+        kind = f"{_TYPE}/envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
+        config = {"@type": kind, "providers": {"idp": {"payload_in_metadata": "claims", "forward": True}}, "rules": list(rules)}
+        find(document, f"{MANAGER}/http_filters").insert(0, {"name": "jwt", "typed_config": config})
+        return codes(document, claims)
+
+    unknown = {"match": {"safe_regex": {"regex": "/\\pL+"}}, "requires": {"provider_name": "idp"}}
+
+    assert told(unknown) == [("not-judged", False)]
+    assert told(unknown, {"match": {"prefix": "/"}, "requires": {"provider_name": "idp"}}) == []
+    assert told({"match": {"safe_regex": {"regex": "/other/\\pL+"}}, "requires": {}}) == [("jwt", True)]

@@ -148,6 +148,11 @@ def _list_inputs(matcher: ConfigPlace) -> list[str]:
 def check_aliases(guard: Guard) -> Iterator[Finding]:
     """An unguarded route may turn its path into a guarded one."""
     for route in _list_unguarded(guard):
+        tunnel = route.match.get("connect_matcher")
+        same = [aim.route.name for aim in guard.guarded if share_upstream(route, aim.route)]
+        if tunnel.is_there and same:
+            problem = f"{route.name!r} opens tunnels to the guarded upstream: requests in them are not guarded"
+            yield Finding("alias", tunnel, problem, "no CONNECT to this cluster", same[:1])
         place, target = _find_target(route)
         if target is None:
             continue
