@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extproc.cli.commands import count, write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
+from extproc.operator.admin.row_states import read_time, write_age, write_now
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 
-_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
-_DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
 _BUDGETS_SHOWN = 5
-_STOPS = ("block", "kill")
-"""Orders that hold whatever others say."""
 
 
 class Column(NamedTuple):
@@ -116,22 +112,6 @@ def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     return lines
 
 
-def read_time(text: str) -> float:
-    """A time in the format of RFC 3339, in seconds since 1970."""
-    return datetime.fromisoformat(text).timestamp()
-
-
-def write_age(seconds: float) -> str:
-    """A time in at most six characters, such as `5m` or `1h07m`."""
-    if seconds < _MINUTE:
-        return f"{max(0, seconds):.0f}s"
-    if seconds < _HOUR:
-        return f"{seconds // _MINUTE:.0f}m"
-    if seconds < _DAY:
-        return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
-    return f"{seconds // _DAY:.0f}d{seconds % _DAY // _HOUR:02.0f}h"
-
-
 def write_number(number: float) -> str:
     """A number in at most five characters, such as `1.2k`."""
     for unit in ("", "k", "M", "G"):
@@ -192,19 +172,6 @@ def _write_whom(row: Mapping[str, Any], _: float) -> str:
     return write_caller(row)
 
 
-def _write_done(row: Mapping[str, Any], now: float) -> str:
-    """What is done now: the order in force, the action, or what a shadow policy would do."""
-    if orders := row["orders"]:
-        order = next((each for each in orders if each["kind"] in _STOPS), orders[0])
-        return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
-    if "sessions" in row:
-        return "wait" if row["action"] != "allow" else "shadow: wait"
-    does: str = row["action"]
-    if does != "allow":
-        return does
-    return f"(would {row['shadow']})" if row["shadow"] else ""
-
-
 def _write_orders(row: Mapping[str, Any], _: float) -> str:
     return ", ".join(f"{each['kind']} by {each.get('who', 'unknown')} until {each['ends'][11:16]}" for each in row["orders"])
 
@@ -227,7 +194,7 @@ COLUMNS = (
         "per min", lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"), 10, right=True
     ),
     Column("since", _write_since, 6, right=True),
-    Column("now", _write_done, 16),
+    Column("now", write_now, 16),
     Column("caller", _write_whom, 19, grows=True),
     Column("spent", lambda row, _: write_cost(row, "cost_sent_on_usd", "input_tokens_sent_on"), 10, 100, right=True),
     Column("spared", lambda row, _: write_cost(row, "cost_not_sent_on_usd", "input_tokens_not_sent_on"), 10, 110, right=True),

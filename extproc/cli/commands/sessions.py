@@ -89,7 +89,8 @@ def _write_session(session: Mapping[str, Any]) -> str:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
-        when = "refused before the grant" if _is_granted_since(session) else "refused"
+        refuses = "refused" if session["ended"] else "goes on, although refused"
+        when = "refused before the grant" if _is_granted_since(session) else refuses
         said.append(f"{when}: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
     if session["granted"]:
         said.append(f"granted: {_write_amounts(session['granted'])}")

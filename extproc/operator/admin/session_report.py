@@ -6,7 +6,7 @@ Counts have the names of in-process SDKs' session reports.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from http import HTTPStatus
 from time import time
 from typing import Any
@@ -28,8 +28,15 @@ from extproc.operator.admin.reports import (
     write_time,
 )
 from extproc.operator.admin.row_commands import suggest_for_session
-from extproc.operator.admin.run_report import describe_amounts, describe_steps, describe_usage, explain_end, order_timeline
-from extproc.operator.agents import ACTIVE_SECONDS, order_tree
+from extproc.operator.admin.run_report import (
+    describe_amounts,
+    describe_steps,
+    describe_usage,
+    explain_end,
+    find_running,
+    order_timeline,
+)
+from extproc.operator.agents import order_tree
 from extproc.operator.board import View
 from extproc.operator.overrides import describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
@@ -73,7 +80,11 @@ class SessionPages(TablePages[SessionDocument]):
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         shown = self._sees_callers(request)
         orders = OrderIndex(self.list_orders())
-        runs = [{**describe_session(row, shows_callers=shown, orders=orders), **describe_steps(row)} for row in rows]
+        running = find_running(view.document.rows, time())
+        runs = [
+            {**describe_session(row, shows_callers=shown, orders=orders, running=running), **describe_steps(row)}
+            for row in rows
+        ]
         report = {**describe_view(view, time()), "sessions": runs}
         if prefers_html(request):
             for run, row in zip(runs, rows, strict=True):
@@ -92,7 +103,9 @@ def report_sessions(
 ) -> dict[str, Any]:
     """The JSON of `/sessions`."""
     rows = view.document.rows
-    found = select((describe_session(row, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
+    running = find_running(rows, time())
+    described = (describe_session(row, shows_callers=shows_callers, orders=orders, running=running) for row in rows)
+    found = select(described, selection, SORTS)
     counted = ("total_step_count", "total_tool_calls", "total_block_count")
     money = ("actual_cost", "estimated_cost")
     counts = {
@@ -108,8 +121,14 @@ def report_sessions(
     return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
-def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:
-    """What a session has used, and the orders about it, also those that none of its requests has met yet."""
+def describe_session(
+    row: SessionRow, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS, running: Collection[tuple[str, ...]] = ()
+) -> dict[str, Any]:
+    """What a session has used, and the orders about it, also those that none of its requests has met yet.
+
+    `running` is what `find_running` returns.
+    """
+    goes_on = (row.tenant, row.policy, row.mode, row.session) in running
     described = {
         "session": row.session,
         "caller": row.tenant,
@@ -133,7 +152,7 @@ def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex
         "refused": row.refusal and _describe_refusal(row.refusal),
         "started_by": row.started_by or None,
         "agents": _describe_agents(row, time()),
-        "ended": explain_end(row, time()),
+        "ended": explain_end(row, time(), goes_on=goes_on),
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
         "granted": describe_amounts(row.granted),
@@ -155,7 +174,7 @@ def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:
     agents = row.agents
     return {
         "started": max(row.agents_begun, len([agent for agent in agents if not agent.refused])),
-        "active": len([agent for agent in agents if not agent.refused and now - agent.last < ACTIVE_SECONDS]),
+        "active": len([agent for agent in agents if agent.is_active(now)]),
         "refused_requests": row.agents_refused,
         "tree": [
             {
