@@ -67,7 +67,7 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
         lines += write_tree(session)
         if "steps" in session:
             lines += _write_run(session)
-            lines += [f"  called {times} times: {tool}" for tool, times in session["tool_call_counts"].items()]
+            lines += [f"  called {count(times, 'time')}: {tool}" for tool, times in session["tool_call_counts"].items()]
             lines += [_write_step(step) for step in session["steps"]]
     return lines
 

@@ -60,10 +60,16 @@ def _load(name: str) -> Template:
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["number"] = lambda number: f"{number:,}"
+    environment.filters["count"] = count
     environment.filters["money"] = write_money
     environment.filters["age"] = pass_context(lambda context, text: write_age(context["now"] - read_time(text)))
     environment.filters["now"] = pass_context(lambda context, row: write_now(row, context["now"]))
     return environment.get_template(name)
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things; the noun gets an `s` if needed."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def write_money(dollars: float) -> str:
