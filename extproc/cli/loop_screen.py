@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from extproc.cli.commands import count, write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
-from extproc.operator.admin.row_states import read_time, write_age, write_now
+from extproc.operator.admin.row_states import is_healthy, list_burning, read_time, write_age, write_now
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -53,7 +53,7 @@ class LoopScreen:
         for line in [*[server["line"] for server in report["coverage"]], *_sum_up(report)]:
             yield Text(escape_controls(line))
         columns = [column for column in COLUMNS if width >= column.least]
-        rows = [*_list_incidents(report), *report["conversations"]]
+        rows = [*_list_burning(report), *report["conversations"]]
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum([column.grows for column in columns])
         for column in columns:
@@ -84,7 +84,8 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
         return [f"budgets: {report['note']}"]
     told = f"budgets of {count(total['callers'], 'caller')}: {total['used_up']} used up, {total['refused']} refused"
     lines = [f"{told}, {count(total['open_breakers'], 'open breaker')}" if total["open_breakers"] else told]
-    for row in sorted(report["budgets"], key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
+    tight = [row for row in report["budgets"] if not is_healthy(row)]
+    for row in sorted(tight, key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
         used = "open" if row["open"] else f"{row['used_percent']:.0f} %"
         again = "" if row["reset_seconds"] is None else f", whole in {write_age(row['reset_seconds'])}"
         shadow = " (shadow)" if row["mode"] == "shadow" else ""
@@ -92,14 +93,20 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
         what = f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of {row['limit']:.6g}{unit} left"
         line = f"{used:>6}  {what}{again}  {row['refused']} refused  {write_caller(row)}"
         lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
-    return lines
+    # The report begins with the tight ones: those that it leaves out are like its last.
+    left_out = total.get("budgets", 0) - len(report["budgets"])
+    healthy = len(report["budgets"]) - len(tight)
+    more = len(tight) - _BUDGETS_SHOWN
+    healthy, more = (healthy + left_out, more) if healthy else (0, more + left_out)
+    rest = [f"{more:,} more in /budgets" if more > 0 else "", f"{count(healthy, 'healthy budget')}" if healthy > 0 else ""]
+    return [*lines, *[f"        {text}" for text in rest if text]]
 
 
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
     lines = []
     tight = (report.get("budgets") or {"budgets": []})["budgets"]
-    for row in [*_list_incidents(report), *report["conversations"]]:
+    for row in [*_list_burning(report), *report["conversations"]]:
         whom = f"for {_count_sessions(row)}" if "sessions" in row else f" {write_caller(row)}"
         said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row["orders"]]]
         lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
@@ -134,19 +141,21 @@ def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
 def _sum_up(report: Mapping[str, Any]) -> list[str]:
     """What all conversations have cost, in two lines."""
     total, known, replicas = report["total"], report["known"], count(len(report["replicas"]), "replica")
-    if not known and not report["incidents"]:
-        return [f"no loop in the last hour; {replicas}"]
+    budgets = report.get("budgets") or {"budgets": []}
+    failing, explosions = sum(row["active"] for row in report["incidents"]), len(report.get("explosions", ()))
+    also = "".join(
+        [f", {what}" for what in list_burning(failing, explosions, budgets["total"] if budgets["budgets"] else None)]
+    )
     if not total["conversations"] and not report["incidents"]:
-        return [f"none of {count(known, 'loop')} matches"]
+        none = f"none of {count(known, 'loop')} matches" if known else "no loop in the last hour"
+        return [none if known and not also else f"{none}{also}; {replicas}"]
     loops, callers = count(total["conversations"], "loop"), count(total["callers"], "caller")
     now = write_cost(total, "cost_per_minute_usd", "input_tokens_per_minute") or "nothing"
     spent = write_cost(total, "cost_sent_on_usd", "input_tokens_sent_on") or "nothing"
     spared = write_cost(total, "cost_not_sent_on_usd", "input_tokens_not_sent_on") or "nothing"
     forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
-    failing = sum(row["active"] for row in report["incidents"])
-    tools = f", {count(failing, 'failing tool')}" if failing else ""
     return [
-        f"{total['looping']} of {loops} active{tools}, {callers}; {replicas}",
+        f"{total['looping']} of {loops} active{also}, {callers}; {replicas}",
         f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, {refused} not forwarded",
     ]
 
@@ -155,14 +164,17 @@ def _count_sessions(row: Mapping[str, Any]) -> str:
     return f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
 
 
-def _list_incidents(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in report["incidents"] if row["active"]]
+def _list_burning(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The failing tools and the sessions whose agents multiply."""
+    return [*[row for row in report["incidents"] if row["active"]], *report.get("explosions", ())]
 
 
 def _write_what(row: Mapping[str, Any]) -> str:
-    """What repeats, or which tool fails."""
+    """What repeats, which tool fails, or how many agents there are."""
     if "sessions" in row:
         return f"{row['tool']} fails"
+    if "agents" in row:
+        return f"{row['agents']['active']} agents, {row['agents']['refused_requests']} refused"
     return ", ".join(row["tools"]) or f"{row['method'] or ''} {row['path']}".strip()
 
 

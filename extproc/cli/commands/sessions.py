@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 Replicas that share a store know all sessions: ask any of them. For replicas with separate stores, repeat --admin for each."""
 
-_SORTS = ("last", "cost", "steps", "tool_calls", "blocks")
+_SORTS = ("last", "cost", "steps", "tool_calls", "blocks", "agents")
 _TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
 
 

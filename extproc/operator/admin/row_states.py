@@ -9,6 +9,9 @@ from typing import Any
 from extproc.engine.orders import ALLOW, BLOCK, KILL
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
+_NEARLY_USED = 80
+"""Per cent of a budget."""
+
 _DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
 _FIRST = (KILL, BLOCK, ALLOW)
 """Orders that every request meets, those that hold whatever others say first."""
@@ -31,6 +34,22 @@ def write_now(row: Mapping[str, Any], now: float) -> str:
     if not row["looping"]:
         return f"over ({does})" if does else "over"
     return does or (f"(would {row['shadow']})" if row["shadow"] else "")
+
+
+def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | None) -> list[str]:
+    """What else than loops burns money now: failing tools, explosions of agents, and what the total of `/budgets` says."""
+    counted = (
+        (failing, "failing tool", "failing tools"),
+        (explosions, "explosion of agents", "explosions of agents"),
+        (budgets["used_up"] if budgets else 0, "used-up budget", "used-up budgets"),
+        (budgets["open_breakers"] if budgets else 0, "open breaker", "open breakers"),
+    )
+    return [f"{number:,} {one if number == 1 else more}" for number, one, more in counted if number]
+
+
+def is_healthy(row: Mapping[str, Any]) -> bool:
+    """Whether a budget, a row of `/budgets`, needs no attention: it has refused nothing, and is far from used up."""
+    return not (row["open"] or row["refused"] or row["used_percent"] >= _NEARLY_USED)
 
 
 def read_time(text: str) -> float:

@@ -23,6 +23,9 @@ from extproc.policy.bundle import SHADOW
 from extproc.sessions.limits import MAX_STEPS, PER_TOOL
 from extproc.store.rules.tree import AGENT_LIMITS
 
+_MANY_AGENTS = 32
+"""Active agents of a session whose policy does not limit them: more than orchestrators start on purpose."""
+
 _QUIET_SECONDS = 60
 """An agent whose last answer is this old has ended, or waits for a person or a long tool."""
 
@@ -71,6 +74,17 @@ def explain_end(row: SessionRow, now: float, *, goes_on: bool = False) -> str | 
     if not last.status or last.status >= _ERROR:
         return "error"
     return "done" if now - _find_end(last) >= _QUIET_SECONDS else None
+
+
+def is_exploding(row: SessionRow, now: float) -> bool:
+    """Whether a session starts more agents than its policy allows, or very many where that has no limits of agents."""
+    limited = any(limit in AGENT_LIMITS for limit, _, _ in row.limits)
+    if not limited and sum(agent.is_active(now) for agent in row.agents) >= _MANY_AGENTS:
+        return True
+    last = [agent.last for agent in row.agents if agent.refused in AGENT_LIMITS]
+    if row.refusal is not None and row.refusal.limit in AGENT_LIMITS:
+        last.append(row.refusal.at)
+    return bool(last) and now - max(last) < ACTIVE_SECONDS
 
 
 def _has_agents(row: SessionRow, now: float) -> bool:

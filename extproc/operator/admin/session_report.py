@@ -6,7 +6,7 @@ Counts have the names of in-process SDKs' session reports.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from time import time
 from typing import Any
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.decision import Action
 from extproc.engine.orders import hash_descriptor
 from extproc.operator.admin.html import prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
@@ -34,6 +35,7 @@ from extproc.operator.admin.run_report import (
     describe_usage,
     explain_end,
     find_running,
+    is_exploding,
     order_timeline,
 )
 from extproc.operator.agents import order_tree
@@ -42,6 +44,7 @@ from extproc.operator.overrides import describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
 from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
+from extproc.policy.bundle import SHADOW
 from extproc.sessions.limits import UNNAMED
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -50,6 +53,7 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "steps": lambda session: session["total_step_count"],
     "tool_calls": lambda session: session["total_tool_calls"],
     "blocks": lambda session: session["total_block_count"],
+    "agents": lambda session: (session["exploding"], session["agents"]["active"], session["agents"]["refused_requests"]),
 }
 """Sort keys. The largest or latest comes first."""
 
@@ -128,7 +132,8 @@ def describe_session(
 
     `running` is what `find_running` returns.
     """
-    goes_on = (row.tenant, row.policy, row.mode, row.session) in running
+    now = time()
+    ended = explain_end(row, now, goes_on=(row.tenant, row.policy, row.mode, row.session) in running)
     described = {
         "session": row.session,
         "caller": row.tenant,
@@ -151,8 +156,9 @@ def describe_session(
         "killed": name_killer(row.killed, ordered=row.ordered) or None,
         "refused": row.refusal and _describe_refusal(row.refusal),
         "started_by": row.started_by or None,
-        "agents": _describe_agents(row, time()),
-        "ended": explain_end(row, time(), goes_on=goes_on),
+        "agents": _describe_agents(row, now),
+        "exploding": ended is None and is_exploding(row, now),
+        "ended": ended,
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
         "granted": describe_amounts(row.granted),
@@ -160,6 +166,37 @@ def describe_session(
     }
     named = row.session != UNNAMED
     return {**described, "commands": suggest_for_session(described, named=named)}
+
+
+def list_explosions(
+    rows: Sequence[SessionRow], selection: Selection, *, shows_callers: bool, now: float, orders: OrderIndex
+) -> list[dict[str, Any]]:
+    """The sessions whose agents multiply, most of them first, with the fields that rows of `/loops` have."""
+    if selection.tool:  # sessions are not separated by tool
+        return []
+    running = find_running(rows, now)
+    exploding = [row for row in rows if is_exploding(row, now)]
+    described = (describe_session(row, shows_callers=shows_callers, orders=orders, running=running) for row in exploding)
+    found = select(described, selection._replace(sort="agents"), SORTS)
+    return [_describe_explosion(session) for session in found if session["exploding"]]
+
+
+def _describe_explosion(session: dict[str, Any]) -> dict[str, Any]:
+    shadow = session["mode"] == SHADOW
+    return {
+        **session,
+        "policies": [session["policy"]],
+        "first_seen": session["started"],
+        "looping": True,
+        "action": Action.ALLOW.value if shadow else Action.REJECT.value,
+        "shadow": Action.REJECT.value if shadow else None,
+        "input_tokens_sent_on": session["usage"]["input_tokens"],
+        "cost_sent_on_usd": session["actual_cost"],
+        "input_tokens_not_sent_on": 0,
+        "cost_not_sent_on_usd": None,
+        "input_tokens_per_minute": 0,
+        "cost_per_minute_usd": None,
+    }
 
 
 def _make_shown_row(row: SessionRow) -> ShownRow:

@@ -115,7 +115,8 @@ def read_page(row: dict[str, Any] | None = None, incident: dict[str, Any] | None
     """The same on the page."""
     runs = {"sessions": [], "total": {"sessions": 0}}
     selection = {"policy": "", "caller": "", "tool": "", "sort": "now"}
-    shown = {"standing": [], "more_orders": 0, "runs": runs, "budgets": None, "charts": [], "more_charts": 0}
+    burning: dict[str, Any] = {"active": 0, "headline": "", "exploding": [], "tight": [], "healthy": [], "left_out": 0}
+    shown = {**burning, "standing": [], "more_orders": 0, "runs": runs, "budgets": None, "charts": [], "more_charts": 0}
     answer = send_html(
         "loops.html", AT, report=make_report(row, incident), selection=selection, sorts=["now"], actions={}, after=(), **shown
     )
