@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
@@ -82,7 +83,12 @@ class _Json(logging.Formatter):
         line = {"time": _stamp(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps({**line, **getattr(record, "fields", {})}, default=str)
+        return json.dumps({**line, **getattr(record, "fields", {})}, default=_list_parts)
+
+
+def _list_parts(value: object) -> object:
+    """A value that JSON does not have: a set as a list, anything else as a text."""
+    return sorted(value, key=str) if isinstance(value, AbstractSet) else str(value)
 
 
 def escape_controls(text: str) -> str:
@@ -93,6 +99,8 @@ def escape_controls(text: str) -> str:
 
 
 def _quote(value: object) -> str:
-    """A value, quoted if it could be misread or break the line."""
-    text = str(value)
-    return text if text and text.isprintable() and not any(mark in text for mark in ' "=') else json.dumps(text)
+    """A value, quoted if it could be misread or break the line; what has parts, and what is no text, as JSON."""
+    if not isinstance(value, str):
+        return json.dumps(value, default=_list_parts)
+    plain = value and value.isprintable() and not any(mark in value for mark in ' "=')
+    return value if plain else json.dumps(value)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extproc.cli.commands import count, write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
+from extproc.operator.admin.row_states import is_healthy, list_burning, read_time, write_age, write_now
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 
-_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
-_DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
 _BUDGETS_SHOWN = 5
-_STOPS = ("block", "kill")
-"""Orders that hold whatever others say."""
 
 
 class Column(NamedTuple):
@@ -57,7 +53,7 @@ class LoopScreen:
         for line in [*[server["line"] for server in report["coverage"]], *_sum_up(report)]:
             yield Text(escape_controls(line))
         columns = [column for column in COLUMNS if width >= column.least]
-        rows = [*_list_incidents(report), *report["conversations"]]
+        rows = [*_list_burning(report), *report["conversations"]]
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum([column.grows for column in columns])
         for column in columns:
@@ -88,7 +84,8 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
         return [f"budgets: {report['note']}"]
     told = f"budgets of {count(total['callers'], 'caller')}: {total['used_up']} used up, {total['refused']} refused"
     lines = [f"{told}, {count(total['open_breakers'], 'open breaker')}" if total["open_breakers"] else told]
-    for row in sorted(report["budgets"], key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
+    tight = [row for row in report["budgets"] if not is_healthy(row)]
+    for row in sorted(tight, key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
         used = "open" if row["open"] else f"{row['used_percent']:.0f} %"
         again = "" if row["reset_seconds"] is None else f", whole in {write_age(row['reset_seconds'])}"
         shadow = " (shadow)" if row["mode"] == "shadow" else ""
@@ -96,14 +93,20 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
         what = f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of {row['limit']:.6g}{unit} left"
         line = f"{used:>6}  {what}{again}  {row['refused']} refused  {write_caller(row)}"
         lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
-    return lines
+    # The report begins with the tight ones: those that it leaves out are like its last.
+    left_out = total.get("budgets", 0) - len(report["budgets"])
+    healthy = len(report["budgets"]) - len(tight)
+    more = len(tight) - _BUDGETS_SHOWN
+    healthy, more = (healthy + left_out, more) if healthy else (0, more + left_out)
+    rest = [f"{more:,} more in /budgets" if more > 0 else "", f"{count(healthy, 'healthy budget')}" if healthy > 0 else ""]
+    return [*lines, *[f"        {text}" for text in rest if text]]
 
 
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
     lines = []
     tight = (report.get("budgets") or {"budgets": []})["budgets"]
-    for row in [*_list_incidents(report), *report["conversations"]]:
+    for row in [*_list_burning(report), *report["conversations"]]:
         whom = f"for {_count_sessions(row)}" if "sessions" in row else f" {write_caller(row)}"
         said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row["orders"]]]
         lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
@@ -114,22 +117,6 @@ def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
             lines += ["", f"# {' '.join(about.splitlines())}"]
             lines += [f"{command}{more}" for command in row["commands"].values()]
     return lines
-
-
-def read_time(text: str) -> float:
-    """A time in the format of RFC 3339, in seconds since 1970."""
-    return datetime.fromisoformat(text).timestamp()
-
-
-def write_age(seconds: float) -> str:
-    """A time in at most six characters, such as `5m` or `1h07m`."""
-    if seconds < _MINUTE:
-        return f"{max(0, seconds):.0f}s"
-    if seconds < _HOUR:
-        return f"{seconds // _MINUTE:.0f}m"
-    if seconds < _DAY:
-        return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
-    return f"{seconds // _DAY:.0f}d{seconds % _DAY // _HOUR:02.0f}h"
 
 
 def write_number(number: float) -> str:
@@ -154,19 +141,21 @@ def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
 def _sum_up(report: Mapping[str, Any]) -> list[str]:
     """What all conversations have cost, in two lines."""
     total, known, replicas = report["total"], report["known"], count(len(report["replicas"]), "replica")
-    if not known and not report["incidents"]:
-        return [f"no loop in the last hour; {replicas}"]
+    budgets = report.get("budgets") or {"budgets": []}
+    failing, explosions = sum(row["active"] for row in report["incidents"]), len(report.get("explosions", ()))
+    also = "".join(
+        [f", {what}" for what in list_burning(failing, explosions, budgets["total"] if budgets["budgets"] else None)]
+    )
     if not total["conversations"] and not report["incidents"]:
-        return [f"none of {count(known, 'loop')} matches"]
+        none = f"none of {count(known, 'loop')} matches" if known else "no loop in the last hour"
+        return [none if known and not also else f"{none}{also}; {replicas}"]
     loops, callers = count(total["conversations"], "loop"), count(total["callers"], "caller")
     now = write_cost(total, "cost_per_minute_usd", "input_tokens_per_minute") or "nothing"
     spent = write_cost(total, "cost_sent_on_usd", "input_tokens_sent_on") or "nothing"
     spared = write_cost(total, "cost_not_sent_on_usd", "input_tokens_not_sent_on") or "nothing"
     forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
-    failing = sum(row["active"] for row in report["incidents"])
-    tools = f", {count(failing, 'failing tool')}" if failing else ""
     return [
-        f"{total['looping']} of {loops} active{tools}, {callers}; {replicas}",
+        f"{total['looping']} of {loops} active{also}, {callers}; {replicas}",
         f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, {refused} not forwarded",
     ]
 
@@ -175,14 +164,17 @@ def _count_sessions(row: Mapping[str, Any]) -> str:
     return f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
 
 
-def _list_incidents(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in report["incidents"] if row["active"]]
+def _list_burning(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The failing tools and the sessions whose agents multiply."""
+    return [*[row for row in report["incidents"] if row["active"]], *report.get("explosions", ())]
 
 
 def _write_what(row: Mapping[str, Any]) -> str:
-    """What repeats, or which tool fails."""
+    """What repeats, which tool fails, or how many agents there are."""
     if "sessions" in row:
         return f"{row['tool']} fails"
+    if "agents" in row:
+        return f"{row['agents']['active']} agents, {row['agents']['refused_requests']} refused"
     return ", ".join(row["tools"]) or f"{row['method'] or ''} {row['path']}".strip()
 
 
@@ -190,19 +182,6 @@ def _write_whom(row: Mapping[str, Any], _: float) -> str:
     if "sessions" in row:
         return f"{row['sessions']} in {count(row['callers'], 'caller')}"
     return write_caller(row)
-
-
-def _write_done(row: Mapping[str, Any], now: float) -> str:
-    """What is done now: the order in force, the action, or what a shadow policy would do."""
-    if orders := row["orders"]:
-        order = next((each for each in orders if each["kind"] in _STOPS), orders[0])
-        return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
-    if "sessions" in row:
-        return "wait" if row["action"] != "allow" else "shadow: wait"
-    does: str = row["action"]
-    if does != "allow":
-        return does
-    return f"(would {row['shadow']})" if row["shadow"] else ""
 
 
 def _write_orders(row: Mapping[str, Any], _: float) -> str:
@@ -227,7 +206,7 @@ COLUMNS = (
         "per min", lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"), 10, right=True
     ),
     Column("since", _write_since, 6, right=True),
-    Column("now", _write_done, 16),
+    Column("now", write_now, 16),
     Column("caller", _write_whom, 19, grows=True),
     Column("spent", lambda row, _: write_cost(row, "cost_sent_on_usd", "input_tokens_sent_on"), 10, 100, right=True),
     Column("spared", lambda row, _: write_cost(row, "cost_not_sent_on_usd", "input_tokens_not_sent_on"), 10, 110, right=True),

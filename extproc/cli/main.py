@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
@@ -16,13 +18,15 @@ from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.request.document import limit_integers
 
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0 for success, 1 for failure, 2 for a usage error."""
     limit_integers()
     try:
         options = _read(sys.argv[1:] if arguments is None else arguments)
-        return int(options.run(options))
+        return int(options.run(options) or 0)
     except UsageError as error:
         return _complain(str(error), 2)
     except BundleErrors as error:
@@ -53,21 +57,58 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage of twenty flags before it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see '{self.prog} --help'")
+        given = _CHOICE.search(message)
+        hint = _suggest(given[1], re.findall(r"[\w-]+", given[2])) if given is not None else ""
+        raise UsageError(f"{message}{hint}; see '{self.prog} --help'")
 
 
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
-    options, rest = make_parser(arguments).parse_known_args(arguments)
+    parser = make_parser(arguments)
+    try:
+        options, rest = parser.parse_known_args(arguments)
+    except UsageError:
+        if (unknown := _explain_flags(parser, arguments)) is None:
+            raise
+        raise UsageError(unknown) from None  # what is required may be what was misspelt
     if rest:  # the parser itself would point to the help of all commands
-        raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see 'loopguard {options.command} --help'")
+        message = f"unrecognized arguments: {' '.join(rest)}; see '{_name_parser(options.command)} --help'"
+        raise UsageError(_explain_flags(parser, arguments) or message)
     return options
+
+
+def _explain_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str | None:
+    """The error that names misspelt flags and what they are like; None if no flag is like a known one."""
+    known: list[str] = []
+    waiting, name = [parser], ""
+    for own in waiting:  # grows
+        for action in own._actions:  # noqa: SLF001  # argparse shows them no other way
+            known += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  # as above
+                below = [(word, action.choices[word]) for word in arguments if word in action.choices][:1]
+                waiting += [each for _, each in below]
+                name = name or "".join([word for word, _ in below])
+    given = [each.partition("=")[0] for each in arguments if each.startswith("--") and len(each) > 2]  # noqa: PLR2004  # dashes
+    unknown = [flag for flag in given if flag not in known]
+    hint = next((hint for flag in unknown if (hint := _suggest(flag, known))), "")
+    return f"unrecognized arguments: {' '.join(unknown)}{hint}; see '{_name_parser(name)} --help'" if hint else None
+
+
+def _name_parser(command: str | None) -> str:
+    return f"loopguard {command}" if command else "loopguard"
+
+
+def _suggest(word: str, known: Sequence[str]) -> str:
+    bare = {each.lstrip("-"): each for each in known}  # dashes are alike in all of them
+    close = get_close_matches(word.lstrip("-"), bare, 1)
+    return f"; did you mean {bare[close[0]]}?" if close else ""
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Make a parser for the requested command, or for all of them: some take long to import."""
     parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
     parser.add_argument("--version", action="version", version=describe_version())
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.set_defaults(run=lambda _: parser.print_help())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in [name for name in COMMANDS if name in arguments[:1]] or COMMANDS:
         command = import_module(f"extproc.cli.commands.{name.replace('-', '_')}")
         made = commands.add_parser(

@@ -155,7 +155,8 @@ class Similarity:
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
         """See `Subject`."""
         repeated = self.name_repeated(f"({quote(method)} {quote(path, _SHOWN)})")
-        what = f"{repeated} has been sent {outcome.count} times within {format_duration(outcome.span_ms)}"
+        often, when = count_repeats(outcome)
+        what = f"{repeated} has been sent {often} {when}"
         return Advice(what, "", "Change the approach or the input, or stop and report the result you have so far.")
 
     def name_repeated(self, place: str) -> str:
@@ -195,6 +196,13 @@ class HistorySimilarity(Similarity):
             return super().advise(outcome, method, path)
         what, again, instead = self.explain(repeat)
         return Advice(what, repeat.reason.strip(), f"{again[:1].upper()}{again[1:]} will not bring anything new{instead}")
+
+
+def count_repeats(outcome: Outcome) -> tuple[str, str]:
+    """How often a request was sent, and within what time. A cooldown may outlast the window in which requests count."""
+    if outcome.count > 1:
+        return f"{outcome.count} times", f"within {format_duration(outcome.span_ms)}"
+    return "again", "during the cooldown of its loop"
 
 
 def format_duration(milliseconds: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from extproc.apis.json_rpc import McpHeaders, contradicts, frame_answer, read_call, read_claim, read_id, show_call, spell_call
 from extproc.decision import COMPLETION, Advice, Framed, Outcome
 from extproc.detectors.actions import MAX_NAME
-from extproc.detectors.base import Similarity, format_duration
+from extproc.detectors.base import Similarity, count_repeats
 from extproc.detectors.keys import McpKeys, SimilarityKeys
 from extproc.detectors.tools import Limit, find_window_errors
 from extproc.objects import JsonObject, Place
@@ -51,13 +51,14 @@ class McpCall:
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # as above
         """See `Similarity`."""
+        often, when = count_repeats(outcome)
         if self.tool:
-            what = f"{quote(self.tool)} has been called {outcome.count} times with the same arguments"
+            what = f"{quote(self.tool)} has been called {often} with the same arguments"
             progress = "use other arguments"
         else:
-            what, progress = f"this same message has been sent {outcome.count} times", "send a different one"
+            what, progress = f"this same message has been sent {often}", "send a different one"
         instead = f"To continue, {progress}, try another way, or finish with the result you have so far."
-        return Advice(f"{what} within {format_duration(outcome.span_ms)}", self.limit.reason.strip(), instead)
+        return Advice(f"{what} {when}", self.limit.reason.strip(), instead)
 
     def frame(self, message: str, accept: str) -> Framed | None:
         """The refusal as an answer of the protocol, see `frame_answer`; None without an id."""

@@ -36,6 +36,10 @@ class AgentRow(msgspec.Struct, array_like=True):
     requests: int = 0
     refused: str = ""
 
+    def is_active(self, now: float) -> bool:
+        """Whether its newest request was let through, and recently; `now` in seconds since 1970."""
+        return not self.refused and now - self.last < ACTIVE_SECONDS
+
     def absorb(self, other: AgentRow) -> None:
         """Add what another replica knows of the same agent."""
         if other.last > self.last:
@@ -45,14 +49,15 @@ class AgentRow(msgspec.Struct, array_like=True):
 
 
 def merge_agents(rows: Iterable[AgentRow]) -> list[AgentRow]:
-    """One row for each agent, oldest first."""
+    """One row for each agent, oldest first; those that are refused make room for others, however many they are."""
     merged: dict[str, AgentRow] = {}
     for row in sorted(rows, key=lambda row: row.began):
         if (known := merged.get(row.name)) is None:
             merged[row.name] = msgspec.structs.replace(row)
         else:
             known.absorb(row)
-    return list(merged.values())[-MAX_SHOWN:]
+    kept = sorted(merged.values(), key=lambda row: (not row.refused, row.last))[-MAX_SHOWN:]
+    return sorted(kept, key=lambda row: row.began)
 
 
 def order_tree(rows: Sequence[AgentRow]) -> list[tuple[int, AgentRow]]:

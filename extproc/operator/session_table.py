@@ -139,11 +139,11 @@ class Run:
             self.told = now
 
     def note_agent(self, name: str, parent: str, standing: Standing, now: float) -> None:
-        """One request of an agent; the one that was quiet for longest makes room."""
+        """One request of an agent; the one that was quiet for longest makes room, those that are refused before others."""
         row = self.agents.pop(name, None)
         if row is None:
             if len(self.agents) >= MAX_SHOWN:
-                del self.agents[next(iter(self.agents))]
+                del self.agents[next((each.name for each in self.agents.values() if each.refused), next(iter(self.agents)))]
             row = _SeenAgent(name, parent, now)
         self.agents[name] = row
         row.last, row.refused = now, standing.limit

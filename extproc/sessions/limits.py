@@ -163,6 +163,11 @@ class SessionSubject:
         return (self.tool,) if self.tool else ()
 
     @property
+    def reason(self) -> Reason:
+        """Why requests are refused."""
+        return Reason.LOOP_DETECTED if self.limit == LOOP else Reason.SESSION_LIMIT_EXCEEDED
+
+    @property
     def shown(self) -> tuple[int | float, int | float]:
         """Used and allowed in the limit's own unit."""
         if self.limit == MAX_COST:
@@ -178,8 +183,9 @@ class SessionSubject:
                 f"agent in its place: do the task yourself, or finish with the results you have.{more}"
             )
         order = f"approve it with `{self.ask_for}`" if self.ask_for else "extend the session"
+        reached = "Loop detected" if self.limit == LOOP else "Session limit reached"
         return (
-            f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
+            f"{reached}: {self._explain()}. Further requests of this session are refused. "
             f"Do not retry: report the result you have so far to the user, who can ask an operator to {order}."
         )
 
@@ -215,7 +221,8 @@ class SessionSubject:
             return "this session was stopped because too many of its requests in a row were refused or failed"
         if self.limit == PER_TOOL:
             needs = " without approval" if allowed == 0 else ""
-            return f"the tool {tool} was called {used} times in this session{needs}; the limit is {allowed}"
+            times = "once" if used == 1 else f"{used} times"
+            return f"the tool {tool} was called {times} in this session{needs}; the limit is {allowed}"
         if self.limit == LOOP:
             return f"the tool {tool} was called {used} times with the same arguments in the newest steps"
         return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
@@ -650,7 +657,7 @@ class SessionGuard:
             self.name,
             subject,
             None,
-            Reason.SESSION_LIMIT_EXCEEDED,
+            subject.reason,
         )
 
 

@@ -87,11 +87,12 @@ def count(number: int, noun: str) -> str:
 
 
 def write_caller(row: Mapping[str, Any]) -> str:
-    """The caller in a row of the admin port: its alias, else its descriptors if shown, else the hash; and labels."""
+    """The caller in a row of the admin port: its alias, else its descriptors if shown, else the hash, behind its labels."""
     told = ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items())
     labels = ", ".join(f"{name}: {value}" for name, value in (row["labels"] or {}).items())
-    caller = str(row["alias"] or told or row["caller"])
-    return f"{caller} ({labels})" if labels else caller
+    name = str(row["alias"] or told)
+    first, *more = [text for text in (name, labels, "" if name else str(row["caller"])) if text]
+    return f"{first} ({more[0]})" if more else first
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:

@@ -42,7 +42,8 @@ _PIPE_WIDTH = 160
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
+    questions = parser.add_subparsers(dest="question", metavar="QUESTION")
+    parser.set_defaults(show_help=parser.print_help)
 
     status = questions.add_parser(
         "status",
@@ -59,6 +60,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the verdict about each canary; returns the exit code. Raises LoopguardError if nothing is compared."""
+    if options.question is None:
+        options.show_help()
+        return 0
     every = _collect(open_clients(options.admin))
     states = [state for state in every if options.policy in (None, state.candidate)]
     canaries = describe_canaries(states, read_options(Rules, vars(options)))

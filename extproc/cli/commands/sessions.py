@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 Replicas that share a store know all sessions: ask any of them. For replicas with separate stores, repeat --admin for each."""
 
-_SORTS = ("last", "cost", "steps", "tool_calls", "blocks")
+_SORTS = ("last", "cost", "steps", "tool_calls", "blocks", "agents")
 _TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
 
 
@@ -67,7 +67,7 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
         lines += write_tree(session)
         if "steps" in session:
             lines += _write_run(session)
-            lines += [f"  called {times} times: {tool}" for tool, times in session["tool_call_counts"].items()]
+            lines += [f"  called {count(times, 'time')}: {tool}" for tool, times in session["tool_call_counts"].items()]
             lines += [_write_step(step) for step in session["steps"]]
     return lines
 
@@ -89,7 +89,8 @@ def _write_session(session: Mapping[str, Any]) -> str:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
-        when = "refused before the grant" if _is_granted_since(session) else "refused"
+        refuses = "refused" if session["ended"] else "goes on, although refused"
+        when = "refused before the grant" if _is_granted_since(session) else refuses
         said.append(f"{when}: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
     if session["granted"]:
         said.append(f"granted: {_write_amounts(session['granted'])}")

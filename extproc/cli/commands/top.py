@@ -32,7 +32,8 @@ Replicas that share a store know all loops: ask any of them. For replicas with s
 output is not a terminal, it is printed once."""
 
 _SORTS = ("now", "cost", "spared", "requests", "count", "last", "first")
-_BUDGETS = 5
+_BUDGETS = 100
+"""Asked for, the tightest first; more than are shown, so that the healthy ones are known."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -71,13 +71,14 @@ def refuse_session(
     It has a Retry-After only if the session may have money left once its open requests are answered; otherwise waiting does
     not help.
     """
-    reason, final = Reason.SESSION_LIMIT_EXCEEDED, lead.retry_after is None
+    reason, final = subject.reason, lead.retry_after is None
     status = (lead.refusal.status or choose_status(request, content, final=True)) if final else _WAIT_STATUS
-    code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
-    message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
+    error = _LOOP if reason is Reason.LOOP_DETECTED else reason.value
+    kind, code = (_QUOTA, _QUOTA) if status == _PAYMENT_REQUIRED else (reason.value, error)
+    message = f"{subject.write_message(lead, request.method, request.path)} ({error})"
     used, allowed = subject.shown
-    detail = {"error": reason.value, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
-    framed = _frame(Refusal(status, message, code, code, detail), request, content)
+    detail = {"error": error, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
+    framed = _frame(Refusal(status, message, kind, code, detail), request, content)
     headers = [
         ("x-should-retry", "false") if final else ("Retry-After", str(lead.retry_after)),
         ("X-Fairvisor-Reason", reason.value),

@@ -23,6 +23,7 @@ from extproc.operator.admin.reports import (
     write_time,
 )
 from extproc.operator.admin.row_commands import suggest_for_budget
+from extproc.operator.admin.row_states import is_healthy
 from extproc.operator.board import View
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.overrides import describe_override
@@ -30,7 +31,14 @@ from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
 from extproc.store.rules.budget import FOREVER
 
 SORTS: Sorts = {
-    "used": lambda row: (row["open"], row["used_percent"], row["refused"], row["last_seen"]),
+    "used": lambda row: (
+        row["open"],
+        row["used_up"],
+        not is_healthy(row),
+        row["used_percent"],
+        row["refused"],
+        row["last_seen"],
+    ),
     "refused": lambda row: (row["refused"], row["used_percent"]),
     "last": lambda row: row["last_seen"],
 }
@@ -82,7 +90,7 @@ def report_budgets(  # noqa: PLR0913  # what a report depends on
     total = {
         "budgets": len(found),
         "callers": len({row["caller"] for row in found}),
-        "used_up": sum(row["left"] <= 0 and not row["open"] for row in found),
+        "used_up": sum(row["used_up"] for row in found),
         "open_breakers": sum(row["open"] for row in found),
         "refused": sum(row["refused"] for row in found),
     }
@@ -102,6 +110,8 @@ def report_budgets(  # noqa: PLR0913  # what a report depends on
 def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:
     """One budget of a caller, as far as it is known at a time in seconds since 1970."""
     left, reset, opened = row.find_left(now), row.find_reset_ms(now), row.find_open_ms(now) != 0
+    # The newest request asked for more than is left: what is left of a budget of tokens is rarely nothing.
+    short = row.refused_at >= row.last and row.asked > left and not row.is_over(now)
     described = {
         "caller": row.tenant,
         **describe_known(row),
@@ -117,6 +127,7 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
         "left": _convert(left, row),
         "used_percent": round(max(0.0, (row.limit - left) * 100 / max(1, row.limit)), 1),
         "open": opened,
+        "used_up": not opened and (left <= 0 or short),
         "reset_seconds": None if reset == FOREVER else -(-reset // _MS),
         "stage": (row.stage or None) if not row.is_over(now) else None,
         "requests": row.requests,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNSTEERED
-from extproc.operator.admin.html import prefers_html, send_html
+from extproc.operator.admin.html import count, prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import describe_view, write_time
 from extproc.operator.board import Board, View
@@ -169,14 +169,15 @@ def _add_up(document: CoverageDocument, *, recent: bool) -> dict[str, Any]:
 
 def _write_line(document: CoverageDocument, seen: Mapping[str, Any], state: ServerState) -> str:
     span = f"{max(1, round(document.seconds / _MINUTE))} min"
+    seen_requests = f"{count(seen['requests'], 'request')} in the last {span}"
     if not document.rows or not any(row.total for row in document.rows):
         told = "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`"
     elif not seen["requests"]:
         told = f"no requests in the last {span}"
     elif not seen["matched"]:
-        told = f"{seen['requests']:,} requests in the last {span}, and no policy matches any of them; see `loopguard doctor`"
+        told = f"{seen_requests}, and no policy matches any of them; see `loopguard doctor`"
     else:
-        told = f"{seen['requests']:,} requests in the last {span}: {seen['guarded']:,} guarded"
+        told = f"{seen_requests}: {seen['guarded']:,} guarded"
         others = ("partly_guarded", "not_guarded", "exempt", "unmatched")
         told += "".join(f", {seen[name]:,} {name.replace('_', ' ')}" for name in others if seen[name])
         if reasons := _list_main_reasons(document):
@@ -271,7 +272,7 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
         change = "attach the filter: `loopguard envoy-config --snippet`; `loopguard check-envoy FILE` checks a configuration"
         found.append(_describe(PROBLEM, "no_requests", text, change))
     elif not matched:
-        text = f"no policy matches any of {unmatched} requests"
+        text = f"no policy matches any of {count(unmatched, 'request')}"
         found.append(_describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched))
     if state.watching:
         found.append(_describe(NOTE, "watching", "no policy is given, so the preset `agents` only watches", HOW_TO_ENFORCE))
@@ -288,7 +289,7 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
         text = f"the policy files have errors, so older policies are in force: {state.refused[0]}"
         found.append(_describe(PROBLEM, "policies_refused", text, "mend what `loopguard validate` reports"))
     if state.unenforced:
-        text = f"{state.unenforced} parts of policies are not enforced (--allow-unenforced)"
+        text = f"{count(state.unenforced, 'part')} of policies not enforced (--allow-unenforced)"
         found.append(_describe(PROBLEM, "unenforced", text, "`loopguard validate` names them"))
     return found
 
@@ -298,11 +299,12 @@ def _find_losses(document: CoverageDocument) -> list[dict[str, Any]]:
     found = []
     lost = {row.reason: row.recent for row in document.rows if not row.policy}
     if number := lost.get(DROPPED, 0):
-        text = f"{number:,} turns were not kept: their callers begin more conversations than the store keeps of one caller"
+        kept = f"{count(number, 'turn')} {'was' if number == 1 else 'were'} not kept"
+        text = f"{kept}: callers begin more conversations than the store keeps of one caller"
         change = "name the conversations with a header (`session.keys`), or tell the callers apart (`limit_keys`)"
         found.append(_describe(PROBLEM, "chains_dropped", text, change))
     if number := lost.get(EVICTED, 0):
-        text = f"the memory store was full, and dropped {number:,} entries that still counted"
+        text = f"the memory store was full, and dropped {number:,} {'entry' if number == 1 else 'entries'} that still counted"
         change = "`serve --store memory://?max_entries=N` with a larger number, or `serve --store redis://HOST:6379`"
         found.append(_describe(PROBLEM, "evicted", text, change))
     return found

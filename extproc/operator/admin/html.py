@@ -6,7 +6,6 @@ Every value is escaped. The Content-Security-Policy allows only a page's own sty
 from __future__ import annotations
 
 import secrets
-from datetime import datetime
 from functools import cache
 from http import HTTPStatus
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
+
+from extproc.operator.admin.row_states import read_time, write_now
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -41,7 +42,7 @@ def prefers_html(request: Request) -> bool:
 def send_html(template: str, at: str, **values: object) -> HTMLResponse:
     """A page of a template, with these values, as of a time in the format of RFC 3339."""
     nonce = secrets.token_urlsafe(16)
-    html = _load(template).render(nonce=nonce, now=_read_time(at), refresh=REFRESH_SECONDS, notes=_NOTES, **values)
+    html = _load(template).render(nonce=nonce, now=read_time(at), refresh=REFRESH_SECONDS, notes=_NOTES, **values)
     headers = {
         "content-security-policy": _POLICY.format(nonce),
         "cache-control": "no-store",
@@ -59,9 +60,16 @@ def _load(name: str) -> Template:
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["number"] = lambda number: f"{number:,}"
+    environment.filters["count"] = count
     environment.filters["money"] = write_money
-    environment.filters["age"] = pass_context(lambda context, text: write_age(context["now"] - _read_time(text)))
+    environment.filters["age"] = pass_context(lambda context, text: write_age(context["now"] - read_time(text)))
+    environment.filters["now"] = pass_context(lambda context, row: write_now(row, context["now"]))
     return environment.get_template(name)
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things; the noun gets an `s` if needed."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def write_money(dollars: float) -> str:
@@ -75,7 +83,3 @@ def write_age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds // length:.0f} {unit} ago"
     return f"{max(0, seconds):.0f} s ago"
-
-
-def _read_time(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()

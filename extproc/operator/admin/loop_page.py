@@ -13,10 +13,11 @@ from starlette.routing import Route
 from extproc.engine.orders import ActiveOverride, Grant
 from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.conversation_report import GROUP_SORTS
-from extproc.operator.admin.html import send_html
+from extproc.operator.admin.html import count, send_html
 from extproc.operator.admin.loop_report import ACTIONS, LoopPages
 from extproc.operator.admin.reports import Selection, read_selection
 from extproc.operator.admin.row_commands import suggest_for_order
+from extproc.operator.admin.row_states import is_healthy, list_burning
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.after_notes import AFTER
 from extproc.operator.loop_rows import MINUTES
@@ -91,10 +92,21 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: B
     used = budgets.report(request, Selection(selection.policy, selection.caller, limit=_MAX_BUDGETS))
     charts = draw_charts(report["curves"])
     orders = list(pages.list_orders())
+    exploding = [run for run in runs["sessions"] if run["exploding"] and not selection.tool]
+    failing = sum(row["active"] for row in report["incidents"])
+    looping = report["total"]["looping"]
+    burning = [count(looping, "active loop")] if looping else []
+    burning += list_burning(failing, len(exploding), used["total"])
     return send_html(
         "loops.html",
         report["at"],
         report={**report, "conversations": report["conversations"][:_MAX_ROWS]},
+        active=looping + failing + len(exploding) + used["total"]["used_up"] + used["total"]["open_breakers"],
+        headline=", ".join(burning) or "No active loops",
+        exploding=exploding[:_MAX_RUNS],
+        tight=[row for row in used["budgets"] if not is_healthy(row)],
+        healthy=[row for row in used["budgets"] if is_healthy(row)],
+        left_out=used["total"]["budgets"] - len(used["budgets"]),
         charts=charts[:_MAX_CHARTS],
         more_charts=max(0, len(charts) - _MAX_CHARTS),
         standing=[_describe_order(order) for order in orders[:_MAX_ORDERS]],

@@ -23,6 +23,7 @@ from extproc.operator.admin.reports import (
     read_selection,
     write_time,
 )
+from extproc.operator.admin.session_report import list_explosions
 from extproc.operator.after_notes import ARMS, count_open, describe_after
 from extproc.operator.board import Board
 from extproc.operator.conversation_rows import ConversationDocument
@@ -82,11 +83,13 @@ class LoopPages(TablePages[LoopDocument]):
             now,
         )
         found = self._conversations.view().document if self._conversations is not None else ConversationDocument([])
+        explosions = list_explosions(runs, selection, shows_callers=shown, now=now, orders=known.orders)
         return {
             **describe_view(view, now),
             "left_out": found.left_out,
             "estimate": _ESTIMATE,
             **group_loops(found.rows, selection, known),
+            "explosions": explosions[: selection.limit],
             **describe_history(view.document, selection, now),
             "coverage": self.summarize(),
         }

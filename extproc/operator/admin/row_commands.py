@@ -9,10 +9,10 @@ from typing import Any
 from extproc.budgets.commands import suggest_amount, write_breaker_release, write_budget_grant
 from extproc.budgets.guard import BREAKER_BUDGET
 from extproc.engine.orders import BLOCK, KILL
+from extproc.operator.admin.row_states import is_healthy
 from extproc.sessions.limits import write_grant
 
 _GRANTS = {"max_steps": "--steps 20", "max_tool_calls": "--tool-calls 20", "max_cost_per_session": "--cost 5"}
-_NEARLY_USED = 80
 _SHORT, _LONG = "--for 30m", "--for 2h"
 
 
@@ -60,7 +60,7 @@ def suggest_for_budget(row: Mapping[str, Any], *, lacks: float, orderable: bool)
     whole, left = float(row["limit"]), float(row["left"])
     if row["open"]:
         free = write_breaker_release(row["caller"], row["policy"]) if orderable else ""
-    elif row["budget"] != BREAKER_BUDGET and (row["refused"] or row["used_percent"] >= _NEARLY_USED):
+    elif row["budget"] != BREAKER_BUDGET and not is_healthy(row):
         free = write_budget_grant(row["caller"], row["policy"], row["rule"], suggest_amount(whole, left, min(lacks, whole)))
     else:
         free = ""

@@ -4,17 +4,27 @@ Totals come from the session's ledger, which all replicas share. Steps, refusals
 have noted while they let requests through and read the access log, so no request waits for the report, and no ledger grows.
 
 An answer's contents are never read. So a run counts as done if its last request was answered and no other has followed.
+
+A run with agents ends with the last of them. A refusal by a limit of agents ends the agent that it refuses, not the others;
+one by a limit of the whole session reaches each agent with its own next request; one in shadow mode ends nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
 from extproc.operator.admin.reports import write_time
+from extproc.operator.agents import ACTIVE_SECONDS
 from extproc.operator.session_rows import Amounts, CallRow, RunEvent, SessionRow
 from extproc.operator.session_table import convert_amount
+from extproc.policy.bundle import SHADOW
 from extproc.sessions.limits import MAX_STEPS, PER_TOOL
+from extproc.store.rules.tree import AGENT_LIMITS
+
+_MANY_AGENTS = 32
+"""Active agents of a session whose policy does not limit them: more than orchestrators start on purpose."""
 
 _QUIET_SECONDS = 60
 """An agent whose last answer is this old has ended, or waits for a person or a long tool."""
@@ -26,10 +36,32 @@ _ERROR = 400
 _WORDS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
 
 
-def explain_end(row: SessionRow, now: float) -> str | None:  # noqa: PLR0911  # a reason each
-    """Why a run ended: killed, steps, refused, error, done or unknown; None while it goes on. `now` in seconds since 1970."""
-    last = row.calls[-1] if row.calls else None
-    if row.killed or row.ordered:
+def find_running(rows: Iterable[SessionRow], now: float) -> set[tuple[str, ...]]:
+    """The names of sessions that go on because a session that one of their agents seems to have begun is active."""
+    known = {(row.tenant, row.policy, row.mode, row.session): row for row in rows}
+    running: set[tuple[str, ...]] = set()
+    for row in known.values():
+        if not row.started_by or now - row.last >= ACTIVE_SECONDS or explain_end(row, now) is not None:
+            continue
+        above: SessionRow | None = row
+        while above is not None and above.started_by:
+            name = row.tenant, row.policy, row.mode, above.started_by
+            above = known.get(name) if name not in running else None
+            running.add(name)
+    return running
+
+
+def explain_end(row: SessionRow, now: float, *, goes_on: bool = False) -> str | None:  # noqa: PLR0911  # a reason each
+    """Why a run ended: killed, steps, refused, error, done or unknown; None while it or any of its agents goes on.
+
+    `now` is in seconds since 1970; `goes_on` says that another session, begun by one of its agents, is active.
+    """
+    last, shadow = row.calls[-1] if row.calls else None, row.mode == SHADOW
+    if row.ordered or (row.killed and not shadow):
+        return "killed"
+    if goes_on or (shadow and now - row.last < ACTIVE_SECONDS) or _has_agents(row, now):
+        return None
+    if row.killed:
         return "killed"
     if row.refusal is not None and (last is None or row.refusal.at >= last.at):
         return "steps" if row.refusal.limit == MAX_STEPS else "refused"
@@ -42,6 +74,27 @@ def explain_end(row: SessionRow, now: float) -> str | None:  # noqa: PLR0911  # 
     if not last.status or last.status >= _ERROR:
         return "error"
     return "done" if now - _find_end(last) >= _QUIET_SECONDS else None
+
+
+def is_exploding(row: SessionRow, now: float) -> bool:
+    """Whether a session starts more agents than its policy allows, or very many where that has no limits of agents."""
+    limited = any(limit in AGENT_LIMITS for limit, _, _ in row.limits)
+    if not limited and sum(agent.is_active(now) for agent in row.agents) >= _MANY_AGENTS:
+        return True
+    last = [agent.last for agent in row.agents if agent.refused in AGENT_LIMITS]
+    if row.refusal is not None and row.refusal.limit in AGENT_LIMITS:
+        last.append(row.refusal.at)
+    return bool(last) and now - max(last) < ACTIVE_SECONDS
+
+
+def _has_agents(row: SessionRow, now: float) -> bool:
+    """Whether an agent is active, or the session itself, where only another agent was refused."""
+    if not row.agents and row.agents_begun:  # which they are did not fit on the board
+        return now - row.last < ACTIVE_SECONDS
+    if any(agent.is_active(now) for agent in row.agents):
+        return True
+    other = row.refusal is not None and row.refusal.limit in AGENT_LIMITS and row.calls
+    return bool(other) and now - row.calls[-1].at < ACTIVE_SECONDS
 
 
 def describe_usage(row: SessionRow) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Counts have the names of in-process SDKs' session reports.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from time import time
 from typing import Any
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.decision import Action
 from extproc.engine.orders import hash_descriptor
 from extproc.operator.admin.html import prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
@@ -28,13 +29,22 @@ from extproc.operator.admin.reports import (
     write_time,
 )
 from extproc.operator.admin.row_commands import suggest_for_session
-from extproc.operator.admin.run_report import describe_amounts, describe_steps, describe_usage, explain_end, order_timeline
-from extproc.operator.agents import ACTIVE_SECONDS, order_tree
+from extproc.operator.admin.run_report import (
+    describe_amounts,
+    describe_steps,
+    describe_usage,
+    explain_end,
+    find_running,
+    is_exploding,
+    order_timeline,
+)
+from extproc.operator.agents import order_tree
 from extproc.operator.board import View
 from extproc.operator.overrides import describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
 from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
+from extproc.policy.bundle import SHADOW
 from extproc.sessions.limits import UNNAMED
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -43,6 +53,7 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "steps": lambda session: session["total_step_count"],
     "tool_calls": lambda session: session["total_tool_calls"],
     "blocks": lambda session: session["total_block_count"],
+    "agents": lambda session: (session["exploding"], session["agents"]["active"], session["agents"]["refused_requests"]),
 }
 """Sort keys. The largest or latest comes first."""
 
@@ -73,7 +84,11 @@ class SessionPages(TablePages[SessionDocument]):
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         shown = self._sees_callers(request)
         orders = OrderIndex(self.list_orders())
-        runs = [{**describe_session(row, shows_callers=shown, orders=orders), **describe_steps(row)} for row in rows]
+        running = find_running(view.document.rows, time())
+        runs = [
+            {**describe_session(row, shows_callers=shown, orders=orders, running=running), **describe_steps(row)}
+            for row in rows
+        ]
         report = {**describe_view(view, time()), "sessions": runs}
         if prefers_html(request):
             for run, row in zip(runs, rows, strict=True):
@@ -92,7 +107,9 @@ def report_sessions(
 ) -> dict[str, Any]:
     """The JSON of `/sessions`."""
     rows = view.document.rows
-    found = select((describe_session(row, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
+    running = find_running(rows, time())
+    described = (describe_session(row, shows_callers=shows_callers, orders=orders, running=running) for row in rows)
+    found = select(described, selection, SORTS)
     counted = ("total_step_count", "total_tool_calls", "total_block_count")
     money = ("actual_cost", "estimated_cost")
     counts = {
@@ -108,8 +125,15 @@ def report_sessions(
     return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
-def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:
-    """What a session has used, and the orders about it, also those that none of its requests has met yet."""
+def describe_session(
+    row: SessionRow, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS, running: Collection[tuple[str, ...]] = ()
+) -> dict[str, Any]:
+    """What a session has used, and the orders about it, also those that none of its requests has met yet.
+
+    `running` is what `find_running` returns.
+    """
+    now = time()
+    ended = explain_end(row, now, goes_on=(row.tenant, row.policy, row.mode, row.session) in running)
     described = {
         "session": row.session,
         "caller": row.tenant,
@@ -132,8 +156,9 @@ def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex
         "killed": name_killer(row.killed, ordered=row.ordered) or None,
         "refused": row.refusal and _describe_refusal(row.refusal),
         "started_by": row.started_by or None,
-        "agents": _describe_agents(row, time()),
-        "ended": explain_end(row, time()),
+        "agents": _describe_agents(row, now),
+        "exploding": ended is None and is_exploding(row, now),
+        "ended": ended,
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
         "granted": describe_amounts(row.granted),
@@ -141,6 +166,37 @@ def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex
     }
     named = row.session != UNNAMED
     return {**described, "commands": suggest_for_session(described, named=named)}
+
+
+def list_explosions(
+    rows: Sequence[SessionRow], selection: Selection, *, shows_callers: bool, now: float, orders: OrderIndex
+) -> list[dict[str, Any]]:
+    """The sessions whose agents multiply, most of them first, with the fields that rows of `/loops` have."""
+    if selection.tool:  # sessions are not separated by tool
+        return []
+    running = find_running(rows, now)
+    exploding = [row for row in rows if is_exploding(row, now)]
+    described = (describe_session(row, shows_callers=shows_callers, orders=orders, running=running) for row in exploding)
+    found = select(described, selection._replace(sort="agents"), SORTS)
+    return [_describe_explosion(session) for session in found if session["exploding"]]
+
+
+def _describe_explosion(session: dict[str, Any]) -> dict[str, Any]:
+    shadow = session["mode"] == SHADOW
+    return {
+        **session,
+        "policies": [session["policy"]],
+        "first_seen": session["started"],
+        "looping": True,
+        "action": Action.ALLOW.value if shadow else Action.REJECT.value,
+        "shadow": Action.REJECT.value if shadow else None,
+        "input_tokens_sent_on": session["usage"]["input_tokens"],
+        "cost_sent_on_usd": session["actual_cost"],
+        "input_tokens_not_sent_on": 0,
+        "cost_not_sent_on_usd": None,
+        "input_tokens_per_minute": 0,
+        "cost_per_minute_usd": None,
+    }
 
 
 def _make_shown_row(row: SessionRow) -> ShownRow:
@@ -155,7 +211,7 @@ def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:
     agents = row.agents
     return {
         "started": max(row.agents_begun, len([agent for agent in agents if not agent.refused])),
-        "active": len([agent for agent in agents if not agent.refused and now - agent.last < ACTIVE_SECONDS]),
+        "active": len([agent for agent in agents if agent.is_active(now)]),
         "refused_requests": row.agents_refused,
         "tree": [
             {

@@ -758,7 +758,6 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "the following arguments are required: COMMAND; see 'loopguard --help'"),
         (["sreve"], "argument COMMAND: invalid choice: 'sreve' (choose from "),
         (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
         (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),

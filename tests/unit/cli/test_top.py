@@ -10,7 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from extproc.cli.loop_screen import COLUMNS, LoopScreen, list_commands, write_age, write_number
+from extproc.cli.loop_screen import COLUMNS, LoopScreen, list_commands, write_number
+from extproc.operator.admin.row_states import write_age
 
 AT = "2026-11-02T03:14:00Z"
 CALLER, SESSION = "9f2c51a07be3d418", "5a0c93e1bb7f2d64"

@@ -1,0 +1,68 @@
+"""What is done about a row of `/loops` now, in the same words on the page and in `loopguard top`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from extproc.engine.orders import ALLOW, BLOCK, KILL
+
+_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
+_NEARLY_USED = 80
+"""Per cent of a budget."""
+
+_DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
+_FIRST = (KILL, BLOCK, ALLOW)
+"""Orders that every request meets, those that hold whatever others say first."""
+
+
+def write_now(row: Mapping[str, Any], now: float) -> str:
+    """The order in force and the time left, else the newest action, or what a shadow policy would do.
+
+    `now` is in seconds since 1970. Other orders, such as grants, count until a request has come after them.
+    """
+    orders = row["orders"]
+    order = next((each for kind in _FIRST for each in orders if each["kind"] == kind), None) or next(
+        (each for each in orders if read_time(each["since"]) >= read_time(row["last_seen"])), None
+    )
+    if order is not None:
+        return f"{_DONE[order['kind']]} {write_age(read_time(order['ends']) - now)}"
+    does = row["action"] if row["action"] != "allow" else ""
+    if "sessions" in row:  # a failing tool, whose agents are told to wait
+        return ("wait" if does else "shadow: wait") if row["active"] else "over"
+    if not row["looping"]:
+        return f"over ({does})" if does else "over"
+    return does or (f"(would {row['shadow']})" if row["shadow"] else "")
+
+
+def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | None) -> list[str]:
+    """What else than loops burns money now: failing tools, explosions of agents, and what the total of `/budgets` says."""
+    counted = (
+        (failing, "failing tool", "failing tools"),
+        (explosions, "explosion of agents", "explosions of agents"),
+        (budgets["used_up"] if budgets else 0, "used-up budget", "used-up budgets"),
+        (budgets["open_breakers"] if budgets else 0, "open breaker", "open breakers"),
+    )
+    return [f"{number:,} {one if number == 1 else more}" for number, one, more in counted if number]
+
+
+def is_healthy(row: Mapping[str, Any]) -> bool:
+    """Whether a budget, a row of `/budgets`, needs no attention: it has refused nothing, and is far from used up."""
+    return not (row["open"] or row["refused"] or row["used_percent"] >= _NEARLY_USED)
+
+
+def read_time(text: str) -> float:
+    """A time in the format of RFC 3339, in seconds since 1970."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def write_age(seconds: float) -> str:
+    """A time in at most six characters, such as `5m` or `1h07m`."""
+    if seconds < _MINUTE:
+        return f"{max(0, seconds):.0f}s"
+    if seconds < _HOUR:
+        return f"{seconds // _MINUTE:.0f}m"
+    if seconds < _DAY:
+        return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
+    return f"{seconds // _DAY:.0f}d{seconds % _DAY // _HOUR:02.0f}h"

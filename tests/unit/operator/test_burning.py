@@ -1,0 +1,238 @@
+"""Whatever burns money is in the headline, on the page and in `loopguard top`: loops, tools, agents and budgets."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from extproc.cli.commands import write_caller
+from extproc.cli.main import main
+from extproc.decision import ToolFailure
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.admin.budget_report import BudgetPages, describe_budget
+from extproc.operator.admin.loop_page import route_page
+from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.row_states import is_healthy, list_burning
+from extproc.operator.admin.run_report import is_exploding
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.board import Board
+from extproc.operator.budget_rows import BudgetDocument, BudgetRow
+from extproc.operator.conversation_rows import ConversationDocument
+from extproc.operator.incident_rows import IncidentDocument
+from extproc.operator.loop_rows import LoopDocument
+from extproc.operator.session_rows import SessionDocument
+from extproc.operator.session_table import SessionTable
+from extproc.sessions.prices import Prices
+from extproc.settings import parse_address
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.budget import BUCKET, PERIOD
+from extproc.store.rules.session import LIMITS, Standing
+from extproc.store.rules.tree import TreeStanding
+from tests.support.budget_policies import ask, bucket, limited
+from tests.support.documents import policy
+from tests.support.messages import body, headers
+from tests.support.service import exchange, make_service
+
+TENANT, SESSION = "a" * 16, "5" * 16
+LABELS: list[dict[str, Any]] = [{"key": "header:x-team", "name": "team"}]
+
+
+def route_all(service: Service) -> list[Any]:
+    """The pages about a service."""
+
+    def open_board(name: str, document: Any, table: Any) -> Any:  # noqa: ANN401  # of any table
+        return Board(name, document, table, store, lambda: True)
+
+    store, reporter = MemoryStore(Metrics()), service.reporter
+    session_board = open_board("sessions", SessionDocument, reporter.sessions)
+    loops = LoopPages(
+        open_board("loops", LoopDocument, reporter.loops), Prices(None), lambda: True,
+        open_board("incidents", IncidentDocument, reporter.incidents), session_board,
+        open_board("conversations", ConversationDocument, reporter.conversations),
+    )  # fmt: skip
+    sessions = SessionPages(session_board, lambda: True)
+    budgets = BudgetPages(open_board("budgets", BudgetDocument, reporter.budgets), lambda: True)
+    page = route_page(loops, sessions, budgets)
+    return [page, *loops.list_routes(), *sessions.list_routes(), *budgets.list_routes()]
+
+
+def read_page(service: Service, query: str = "") -> str:
+    """The text of the page."""
+    with serving(service) as url:
+        return re.sub(r"\s+", " ", httpx.get(f"{url}/{query}").text)
+
+
+@contextmanager
+def serving(service: Service) -> Iterator[str]:
+    """The URL of the pages."""
+    server = AdminServer(make_app(Metrics(), route_all(service)))
+    try:
+        yield f"http://{server.start(parse_address('127.0.0.1:0'))}"
+    finally:
+        server.stop()
+
+
+def note_agents(table: SessionTable, agents: Sequence[tuple[str, str]], *, mode: str = "enforce") -> None:
+    """Requests of a session's agents, each with the limit that refuses it."""
+    for agent, limit in agents:
+        standing = Standing(LIMITS.index(limit) if limit else 0, 9, 8, steps=4, cost=10**9, tree=TreeStanding(2, 7))
+        table.note((TENANT, "agents", mode, SESSION), [], standing, "m", (), agent.encode(), time.time(), agent=agent)
+
+
+def make_night() -> Service:
+    """A loop, a failing tool, an explosion of agents, a used-up budget and a healthy one."""
+    service = make_service(
+        policy("loops", {"pathPrefix": "/hook"}, threshold_identical_requests=2, limit_keys=["header:x-user-id"]),
+        limited(bucket(0.001, 2, keys=["header:x-user-id"]), identity="team"),
+        show_callers=True,
+    )
+    for _ in range(3):
+        exchange(service, headers("/hook", x_user_id="storm"), body(b"{}"))
+    for user, times in (("runner", 3), ("walker", 1)):
+        for _ in range(times):
+            ask(service, x_user_id=user)
+    failing = service.reporter.incidents.find("loops", ToolFailure("crm", "0" * 16), TENANT)
+    for number in range(6):
+        failing.note(f"{number:016x}", f"{number:016x}", time.time(), refused=True)
+    note_agents(service.reporter.sessions, [("one", ""), ("two", ""), ("three", "max_agents")])
+    return service
+
+
+def test_headline_of_the_page_has_everything_that_burns() -> None:
+    """Each has a section above the loops, in that order; what is healthy is folded."""
+    text = read_page(make_night())
+
+    assert "<h1>1 active loop, 1 failing tool, 1 explosion of agents, 1 used-up budget</h1>" in text
+    assert "<title>4 active" in text
+    names = ["Failing tools", "Explosions of agents", "Budgets", "Loops", "Sessions"]
+    assert [name for name in re.findall("<h2>([^<]*)</h2>", text) if name in names] == names
+    section = text.partition("<h2>Explosions of agents</h2>")[2].partition("<h2>")[0]
+    assert '<b>2 active agents</b> of 2, <span class="reject">7 requests refused</span>' in section
+    assert f"loopguard kill --caller {TENANT} --session {SESSION}" in section
+    budgets = text.partition("<h2>Budgets</h2>")[2].partition("<h2>")[0]
+    tight, _, healthy = budgets.partition("<details")
+    assert ("runner" in tight, "walker" in tight) == (True, False)
+    assert "2 healthy budgets</summary>" in healthy
+    assert "walker" in healthy
+
+
+def test_headline_names_no_loops_only_if_nothing_burns() -> None:
+    """Budgets alone are a headline."""
+    service = make_service(limited(bucket(0.001, 2, keys=["header:x-user-id"])), show_callers=True)
+    ask(service, x_user_id="walker")
+    calm = read_page(service)
+    for _ in range(3):
+        ask(service, x_user_id="runner")
+
+    assert "<h1>No active loops</h1>" in calm
+    assert "<h1>1 used-up budget</h1>" in read_page(service)
+
+
+def test_top_has_everything_that_burns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its first line, and in rows and lines below; the commands as well."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with serving(make_night()) as url:
+        assert main(["top", "--once", "--commands", "--admin", url]) == 0
+    printed = capsys.readouterr().out
+
+    assert "1 of 1 loop active, 1 failing tool, 1 explosion of agents, 1 used-up budget, 1 caller; 1 replica" in printed
+    assert re.search(rf"^2 agents, 7 refused +0s reject +{TENANT} +\$1\.00", printed, re.MULTILINE)
+    assert re.search(r"^ +2 healthy budgets$", printed, re.MULTILINE)
+    assert f"loopguard kill --caller {TENANT} --session {SESSION} --admin {url}" in printed
+    assert "walker" not in printed
+
+
+def test_top_never_says_no_loop_alone_while_budgets_burn(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line is what is read at night."""
+    service = make_service(limited(bucket(0.001, 2, keys=["header:x-user-id"])))
+    for _ in range(3):
+        ask(service, x_user_id="runner")
+    with serving(service) as url:
+        assert main(["top", "--once", "--admin", url]) == 0
+
+    assert capsys.readouterr().out.startswith("no loop in the last hour, 1 used-up budget; 1 replica\n")
+
+
+@pytest.mark.parametrize(
+    ("agents", "mode", "exploding"),
+    [
+        ([("one", ""), ("two", "max_agents")], "enforce", True),
+        ([("one", ""), ("two", "max_spawns_per_minute")], "shadow", True),
+        ([("one", ""), ("two", "")], "enforce", False),
+        ([("one", ""), ("two", "max_steps")], "enforce", False),
+        ([(f"{number}", "") for number in range(32)], "enforce", True),
+        ([(f"{number}", "") for number in range(31)], "enforce", False),
+    ],
+)
+def test_explosion_is_more_agents_than_allowed_or_usual(agents: list[tuple[str, str]], mode: str, exploding: bool) -> None:
+    """Within the last minute."""
+    table = SessionTable()
+    note_agents(table, agents, mode=mode)
+    (row,) = table.make_document(shows_callers=True).rows
+
+    assert (is_exploding(row, time.time()), is_exploding(row, time.time() + 61)) == (exploding, False)
+
+
+def test_many_agents_that_a_policy_allows_are_no_explosion() -> None:
+    """Its limit says how many are meant."""
+    table = SessionTable()
+    note_agents(table, [(f"{number}", "") for number in range(40)])
+    (row,) = table.make_document(shows_callers=True).rows
+    row.limits = [("max_agents", "", 100)]
+
+    assert not is_exploding(row, time.time())
+
+
+def make_budget(**changes: Any) -> BudgetRow:  # noqa: ANN401  # fields of a row
+    """A budget of 1,000 tokens a day, of which 200 are left."""
+    fields: dict[str, Any] = {
+        "tenant": TENANT, "policy": "p", "mode": "enforce", "rule": "r", "budget": "1d", "caller": [], "hashes": [],
+        "orderable": True, "unit": "tokens", "words": "a day", "units": 1, "key": "k", "kind": PERIOD, "limit": 1_000,
+        "rate": 0, "span": 86_400_000, "offset": 0, "start": 1_000_000, "left": 200, "wait_ms": 0, "told": 1_010.0,
+        "first": 1_000.0, "last": 1_010.0, "requests": 9, "refused": 0, "refused_at": 0.0,
+    }  # fmt: skip
+    return BudgetRow(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "used_up", "healthy"),
+    [
+        ({"left": 0}, True, False),
+        ({"left": 300}, False, True),
+        ({"left": 200}, False, False),
+        ({"left": 900, "refused": 1, "refused_at": 1_010.0, "asked": 950}, True, False),  # every request asks for as much
+        ({"left": 900, "refused": 1, "refused_at": 1_009.0, "asked": 950}, False, False),  # a smaller one has passed since
+        ({"kind": BUCKET, "rate": 1, "left": 900, "refused": 1, "refused_at": 1_010.0, "asked": 950}, False, False),  # it fills
+    ],
+)
+def test_budget_that_refuses_what_is_asked_is_used_up(changes: dict[str, Any], used_up: bool, healthy: bool) -> None:
+    """Little is ever left of tokens at the moment of the last refusal, but rarely nothing."""
+    row = describe_budget(make_budget(**changes), 1_011.0, shows_callers=False)
+
+    assert (row["used_up"], is_healthy(row)) == (used_up, healthy)
+
+
+def test_label_comes_before_the_hash() -> None:
+    """Columns are narrow, and people read names."""
+    row = {"caller": TENANT, "alias": None, "labels": {"team": "search"}, "descriptors": None}
+
+    assert write_caller(row) == f"team: search ({TENANT})"
+    assert write_caller({**row, "alias": "bot"}) == "bot (team: search)"
+    assert write_caller({**row, "labels": None}) == TENANT
+
+
+def test_words_for_what_burns_agree_with_their_numbers() -> None:
+    """What there is none of is not named."""
+    assert list_burning(0, 0, None) == []
+    assert list_burning(1, 2, {"used_up": 1_000, "open_breakers": 1}) == [
+        "1 failing tool", "2 explosions of agents", "1,000 used-up budgets", "1 open breaker",
+    ]  # fmt: skip

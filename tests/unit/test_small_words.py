@@ -1,0 +1,156 @@
+"""Small words that people, programs and models read: numbers of one, values in logs, and what a loop is called."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from extproc.cli.commands.sessions import write_report
+from extproc.logs import LogFormat, make_extra, setup
+from extproc.operator.admin.html import count
+from extproc.sessions.limits import PER_TOOL, SessionSubject
+from tests.support.budget_policies import serve
+from tests.support.documents import policy
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, sample
+from tests.support.session_limits import ask, limited, status, told
+from tests.support.turn_writers import Did, as_chat
+
+ANY = {"pathPrefix": "/"}
+CALL = b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "search", "arguments": {"q": "x"}}}'
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """Put the root logger back as it was."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+# What was sent once in a cooldown
+
+
+@pytest.mark.parametrize(
+    ("similarity", "said"),
+    [
+        ("exact", "this identical request (POST /v1) has been sent again during the cooldown of its loop"),
+        ("mcp", "search has been called again with the same arguments during the cooldown of its loop"),
+    ],
+)
+def test_request_in_a_cooldown_was_not_sent_1_times(similarity: str, said: str) -> None:
+    """The window in which it counts may end long before the cooldown of its loop."""
+    loops: dict[str, Any] = {"threshold_identical_requests": 2, "window_seconds": 1, "cooldown_seconds": 60}
+    service, clock = serve(policy("p", ANY, similarity=similarity, **loops))
+    sent = headers("/v1", method="POST", content_type="application/json"), body(CALL)
+    exchange(service, *sent)
+    first = str(decoded(exchange(service, *sent)[-1]).immediate_response.body)
+    clock.now += 5_000
+
+    again = str(decoded(exchange(service, *sent)[-1]).immediate_response.body)
+
+    assert "2 times" in first
+    assert said in again
+    assert "1 times" not in again
+
+
+def test_one_of_something_is_singular() -> None:
+    """In reports and in refusals."""
+    tool = SessionSubject(PER_TOOL, 1, 1, "pay")
+    session: dict[str, Any] = {
+        "session": "s", "caller": "c", "alias": None, "labels": None, "descriptors": None, "policy": "p", "mode": "enforce",
+        "total_step_count": 1, "total_tool_calls": 1, "actual_cost": 0, "estimated_cost": 0, "total_block_count": 0,
+        "started": "", "last_seen": "", "unnamed_requests": 0, "started_by": None, "killed": None, "refused": None,
+        "granted": {}, "limits": {}, "orders": [], "agents": {"tree": [], "refused_requests": 0}, "ended": None, "events": [],
+        "tool_call_counts": {"pay": 1}, "steps": [], "earlier_steps": 0,
+        "usage": {
+            "total_seconds": 1, "model_seconds": 1, "tool_seconds": 0, "failed_answers": 0, "input_tokens": 1,
+            "output_tokens": 1, "cache_read_tokens": 0, "cache_write_tokens": 0,
+        },
+    }  # fmt: skip
+
+    assert (count(1, "loop"), count(1_234, "loop"), count(0, "loop")) == ("1 loop", "1,234 loops", "0 loops")
+    assert "the tool pay was called once in this session" in tool._explain()
+    assert "  called 1 time: pay" in write_report({"problem": None, "sessions": [session]})
+
+
+# Values in logs
+
+
+class Color(Enum):
+    """A value that JSON does not have."""
+
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"x-team": "blue", "n": 1}, '{"x-team": "blue", "n": 1}'),
+        ({"x-team": "the\nblue"}, '{"x-team": "the\\nblue"}'),
+        (["a", "b"], '["a", "b"]'),
+        (("a", None), '["a", null]'),
+        ({"b", "a"}, '["a", "b"]'),
+        (frozenset({"a"}), '["a"]'),
+        ({}, "{}"),
+        (True, "true"),
+        (1.5, "1.5"),
+        (3, "3"),
+        ({"of": {"b", "a"}}, '{"of": ["a", "b"]}'),
+        ("plain", "plain"),
+        ("with space", '"with space"'),
+        (Color.RED, '"Color.RED"'),
+    ],
+)
+def test_values_in_logs_are_json_or_plain_text(capsys: pytest.CaptureFixture[str], value: object, text: str) -> None:
+    """A line of text has no Python in it, and JSON has lists for sets."""
+    lines = [write_line(capsys, log_format, labels=value) for log_format in ("text", "json")]
+
+    assert lines[0].partition("labels=")[2] == f"{text}\n"
+    assert json.loads(lines[1])["labels"] == (json.loads(text) if text[0] in '{["0123456789t' else text)
+
+
+def write_line(capsys: pytest.CaptureFixture[str], log_format: LogFormat, **values: object) -> str:
+    """What stderr gets for one warning."""
+    setup(log_format, "info")
+    logging.getLogger("loopguard").warning("m", extra=make_extra(**values))
+    return capsys.readouterr().err
+
+
+# A session's own detector
+
+
+def test_session_loop_is_refused_as_a_loop() -> None:
+    """In header, metadata, body, text and metrics; the limit and its numbers are told as for any limit."""
+    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}, max_steps=4))
+    done = [Did((("search", {"q": 1}),), (f"result {number}",), number=number) for number in range(3)]
+
+    answers = [ask(service, json.dumps(as_chat(done[:number])).encode()) for number in range(4)]
+
+    refused = answers[3]
+    assert [status(answer) for answer in answers] == [200, 200, 200, 429]
+    assert (headers_of(refused)["X-Fairvisor-Reason"], refused.immediate_response.details) == ("loop_detected",) * 2
+    assert metadata_of(refused)["reason"] == "loop_detected"
+    assert (told(refused)["error"], told(refused)["limit"], told(refused)["used"]) == (
+        "recursive_loop_detected", "loop_detection", 3,
+    )  # fmt: skip
+    assert told(refused)["message"].startswith("Loop detected: the tool search was called 3 times with the same arguments")
+    assert told(refused)["message"].endswith("(recursive_loop_detected)")
+    assert sample(service, "loops_detected_total", policy="agents", mode="enforce", action="reject") == 1
+
+
+def test_other_limits_of_sessions_keep_their_reason() -> None:
+    """Only a loop is called one."""
+    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}, max_steps=1))
+    done = [Did((("search", {"q": number}),), (f"result {number}",), number=number) for number in range(3)]
+
+    answers = [ask(service, json.dumps(as_chat(done[:number])).encode()) for number in range(2)]
+
+    assert headers_of(answers[1])["X-Fairvisor-Reason"] == "session_limit_exceeded"
+    assert sample(service, "loops_detected_total", policy="agents", mode="enforce", action="reject") == 0
