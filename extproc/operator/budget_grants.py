@@ -67,8 +67,8 @@ def _concerns(grant: ActiveOverride, row: BudgetRow) -> bool:
     if grant.policy not in ("", row.policy):
         return False
     if target.caller:
-        return target.caller in (row.tenant, row.alias, *row.credentials)
-    return all(hashes.get(name) == value for name, value in target.descriptors)
+        return target.caller in (row.tenant, row.alias, *row.parts)
+    return all(value in (row.tenant, *row.parts) or hashes.get(name) == value for name, value in target.descriptors)
 
 
 def _make_credit(row: BudgetRow, amount: float) -> Take:

@@ -95,15 +95,17 @@ class Seen(NamedTuple):
     """The hashes that replicas have reported recently, which is where operators read them.
 
     Attributes:
-        callers: what callers are ordered about by (hashes of all their descriptors together, hashes of their secrets, aliases),
-            and how many callers each stands for.
+        callers: what callers are ordered about by (their names, those of their values, and aliases), and how many callers each
+            stands for.
         sessions: hashes of names.
         fingerprints: of loops.
+        policies: ids of those that have reported any of these, by hash or alias.
     """
 
     callers: Mapping[str, int]
     sessions: Collection[str]
     fingerprints: Collection[str]
+    policies: Mapping[str, Collection[str]] = {}
 
 
 class Serving(Protocol):
@@ -150,33 +152,34 @@ class OverrideService:
         plans = self._service.engine.plans
         override = parse_order(order, who, time(), plans, self._service.key)
         if override.budget:
-            return override, await self._credit(override, who)
+            return await self._credit(override, who)
         if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()  # without asking the store, which has other things to do
         if override.kind == RELEASE:
             await self.refresh()
             override = outlast_kills(override, self.list_standing())
-        seconds = override.ends - override.since
-        await self._store.documents.put(ORDERS, _BOOK, override.name, write_override(override), seconds)
-        _announce("override given", override, who)
-        self.emit(_EVENTS.get(override.kind, "override_given"), override)
-        await self.refresh()
         # The key by which a valid order names its session; empty if it names none, or gives a hash
         session = order.get("session") if isinstance(order, dict) else None
         session_key = next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
         plans = [*plans, *self._service.handed_over.list_plans()]
         hashes = _find_hashes(override.target, session_key)
         seen = await asyncio.to_thread(self.list_seen) if hashes else None
+        override = override._replace(meets=tuple(find_met(override, plans, [value for _, value in hashes], seen)))
+        seconds = override.ends - override.since
+        await self._store.documents.put(ORDERS, _BOOK, override.name, write_override(override), seconds)
+        _announce("override given", override, who)
+        self.emit(_EVENTS.get(override.kind, "override_given"), override)
+        await self.refresh()
         return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen)]
 
-    async def _credit(self, grant: ActiveOverride, who: str) -> list[str]:
-        """Add to the budgets that a grant is about, once; returns what the operator should know."""
+    async def _credit(self, grant: ActiveOverride, who: str) -> tuple[ActiveOverride, list[str]]:
+        """Add to the budgets that a grant is about, once; see `give`."""
         rows = await asyncio.to_thread(self.list_budgets)
         plans = [*self._service.engine.plans, *self._service.handed_over.list_plans()]
         takes, notes = find_credits(grant, rows, plans, time())
         await self.refresh()
         if grant.name in self._standing:
-            return ["this grant was given before, and is not added again"]
+            return grant, ["this grant was given before, and is not added again"]
         if len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()
         await self._store.documents.put(ORDERS, _BOOK, grant.name, write_override(grant), grant.ends - grant.since)
@@ -193,7 +196,7 @@ class OverrideService:
         _announce("override given", grant, who)
         self.emit("budget_granted", grant)
         await self.refresh()
-        return notes
+        return grant, notes
 
     async def revoke(self, name: str, who: str) -> bool:
         """End an override before its time; returns whether there was one.
@@ -270,8 +273,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
     caller = given.get("caller", "")
-    named = {"caller": caller} if isinstance(caller, str) else {"descriptors": _hash_values(caller, plans, key)}
-    target = Target(**named, **{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
+    named = Target(caller) if isinstance(caller, str) else _name_caller(caller, plans, key)
+    target = named._replace(**{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
@@ -292,14 +295,19 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
             yield f"caller must be {_CALLER}, not {describe(caller)}{there}"
 
 
-def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey) -> tuple[tuple[str, str], ...]:
-    """Hashes of a caller's descriptors; a secret is first replaced by its own hash, unless that is given."""
-    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for plan in plans for name in plan.list_secrets())}
-    shown = {
-        name: key.hide(extract_secret(text, name)) if name in secrets and not _HASH.fullmatch(text) else text
-        for name, text in values.items()
-    }
-    return tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items()))
+def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey) -> Target:
+    """A caller by its values, of which a single secret is its name; secrets are replaced by their hashes, unless given so."""
+    forms = [form for plan in plans for form in plan.callers.forms]
+    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for form in forms if form.secret for name in (form.descriptor, form.name))}
+    secrets -= {form.descriptor for form in forms if form.start}  # its values begin with the limit key
+    known, shown = {name for plan in plans for name in plan.list_names()}, {}
+    for given, text in values.items():
+        name = given if given in known else given.rpartition(":")[2]  # of a limit key
+        secret = name in secrets and not _HASH.fullmatch(text)
+        shown[name] = key.hide(extract_secret(text, name)) if secret else text
+    if len(shown) == 1 and secrets.issuperset(shown):
+        return Target(caller=next(iter(shown.values())))
+    return Target(descriptors=tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items())))
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
@@ -491,8 +499,7 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
     if not meant:
         return [f"no policy {override.policy} is loaded"] if override.policy else ["no policy is loaded"]
-    ends_sessions = override.kind == KILL and target.session != ""
-    limits_alone = override.kind in (KILL, GRANT) and not ends_sessions
+    ends_sessions, limits_alone = _tell_scope(override)
     acting = [plan for plan in meant if plan.limiter is not None] if limits_alone else meant
     if not acting:
         which = f"policy {override.policy} has no" if override.policy else "no policy has"
@@ -519,6 +526,34 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
             "allow the caller for a while instead"
         )
     return said
+
+
+def _tell_scope(override: ActiveOverride) -> tuple[bool, bool]:
+    """Whether an order ends sessions by name, and whether it concerns session limits alone."""
+    ends_sessions = override.kind == KILL and override.target.session != ""
+    return ends_sessions, override.kind in (KILL, GRANT) and not ends_sessions
+
+
+def find_met(override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[str], seen: Seen | None) -> list[str]:
+    """The ids of the policies whose requests an order may concern.
+
+    Only requests tell which policies know a caller or a session by a hash: those that have reported the `hashes` of the order.
+    """
+    ends_sessions, limits_alone = _tell_scope(override)
+    target, met = override.target, []
+    for plan in plans:
+        if override.policy not in ("", plan.id) or (limits_alone and plan.limiter is None):
+            continue
+        fits = {name for name, _ in target.descriptors}.issubset(plan.list_names())
+        if target.session:
+            fits = fits and bool(plan.list_session_keys(limited=limits_alone or ends_sessions))
+        if target.tool:
+            fits = fits and _looks_at_tools(plan)
+        if seen is not None:
+            fits = fits and all(plan.id in seen.policies.get(value, ()) for value in hashes)
+        if fits:
+            met.append(plan.id)
+    return list(dict.fromkeys(met))
 
 
 def _looks_at_tools(plan: Plan) -> bool:
@@ -587,6 +622,7 @@ def write_override(override: ActiveOverride) -> bytes:
         "tools": override.tools,
         "budget": override.budget,
         "amount": override.amount,
+        "meets": override.meets,
     }
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
@@ -603,7 +639,8 @@ def read_override(name: str, document: bytes) -> ActiveOverride:
         tools = tuple([(str(tool), min(max(0, int(calls)), MAX_GRANT.tool_calls)) for tool, calls in found.get("tools", ())])
         since, ends = float(found["since"]), float(found["ends"])
         budget = str(found.get("budget", "")), float(found.get("amount", 0))
-        return ActiveOverride(name, kind, target, policy, since, ends, reason, who, grant, tools, *budget)
+        meets = tuple([str(policy) for policy in found.get("meets", ())])
+        return ActiveOverride(name, kind, target, policy, since, ends, reason, who, grant, tools, *budget, meets)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
@@ -635,6 +672,7 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         "tools": dict(override.tools),
         "budget": override.budget,
         "amount": override.amount,
+        "meets": override.meets,
         "reason": override.reason,
         "who": override.who,
         "since": write_time(override.since),

@@ -29,7 +29,7 @@ def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", session
         action="append",
         default=[],
         metavar="NAME=VALUE|HASH",
-        help="a limit key of the caller and its value, as `explain` prints it, repeatable; or its tenant hash from the logs",
+        help="a limit key of the caller and its value, as `explain` prints it, repeatable; or its hash, from a page or a log",
     )
     parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="a session, such as header:x-session-id=abc, or its hash")
     if not sessions:
@@ -66,7 +66,8 @@ def give(kind: str, options: argparse.Namespace, **more: object) -> int:
         given = client.ask("/overrides", method="POST", body=order, headers=headers)
         for note in given.get("notes", []):
             print(escape_controls(f"note: {note}"), file=sys.stderr)
-        print(escape_controls(f"{kind} {given['override']} until {given['ends']}"))
+        met = f"; meets {', '.join(given['meets'])}" if given.get("meets") else ""
+        print(escape_controls(f"{kind} {given['override']} until {given['ends']}{met}"))
     return 0
 
 

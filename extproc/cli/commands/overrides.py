@@ -55,6 +55,7 @@ def describe(override: Mapping[str, Any]) -> str:
     about = [f"{name} {_join(override[name])}" for name in _ABOUT if override.get(name)]
     about += list_amounts(override)
     policy = f"in {override['policy']}" if override.get("policy") else "in all policies"
+    policy += f" (met {', '.join(override['meets'])})" if override.get("meets") and not override.get("policy") else ""
     said = [f"by {override['who']}" if override.get("who") else "", override.get("reason", "")]
     words = ": ".join(word for word in said if word)
     return f"{override['override']}  {override['kind']:<7}  {', '.join(about)}  {policy}  until {override['ends']}  {words}"

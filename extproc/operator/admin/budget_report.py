@@ -18,6 +18,7 @@ from extproc.operator.admin.reports import (
     TablePages,
     describe_known,
     describe_view,
+    list_names,
     read_selection,
     select,
     write_time,
@@ -138,5 +139,4 @@ def _convert(amount: int, row: BudgetRow) -> float:
 
 def _make_shown_row(row: BudgetRow) -> ShownRow:
     """What orders may name of a budget's caller."""
-    callers = {row.tenant, *row.credentials, *([row.alias] if row.alias else [])}
-    return ShownRow({row.policy}, callers, dict(row.hashes), budgets={row.rule})
+    return ShownRow({row.policy}, list_names(row), dict(row.hashes), budgets={row.rule})
