@@ -105,14 +105,15 @@ def make_headers(options: argparse.Namespace) -> dict[str, str]:
     except (KeyError, OSError):  # a container's user may have no name
         user = str(os.getuid())
     headers = {_OPERATOR_HEADER: f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()}
-    path = options.token_file or os.environ.get(f"{ENV_PREFIX}ADMIN_TOKEN_FILE", "")
+    variable = f"{ENV_PREFIX}ADMIN_TOKEN_FILE"
+    path, origin = options.token_file or os.environ.get(variable, ""), "--token-file" if options.token_file else variable
     if path:
         try:
             tokens = Path(path).read_text().split()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--token-file {path}: cannot be read: {error}") from None
+            raise UsageError(f"{origin} {path}: cannot be read: {error}") from None
         if not tokens:
-            raise UsageError(f"--token-file {path}: it contains no token")
+            raise UsageError(f"{origin} {path}: it contains no token")
         headers["authorization"] = f"Bearer {tokens[0]}"
     return headers
 
