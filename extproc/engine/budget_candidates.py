@@ -24,7 +24,7 @@ from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule
 from extproc.engine.candidates import CALLS, Answer, Candidate, RequestBody, renew
-from extproc.engine.orders import ActiveOverride
+from extproc.engine.orders import ActiveOverride, sum_raises
 from extproc.engine.plan import Plan
 from extproc.request.callers import Values, list_others
 from extproc.request.document import Document, NotCounted
@@ -165,7 +165,8 @@ class BudgetCandidate(Candidate):
 
     def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
         """Add what a rule's limits take."""
-        renewed = renew(tenant, self._list_orders(planned, tenant)) if self.overrides else tenant
+        orders = self._list_orders(planned, tenant) if self.overrides else self.overrides
+        renewed = renew(tenant, orders) if orders else tenant
         breaker, estimate = self.budget.breaker, plain
         if self._session:
             prompt = self.budget.anchors.correct(f"{renewed}:{self._session}", plain.prompt)
@@ -180,7 +181,10 @@ class BudgetCandidate(Candidate):
             self.oversize = self.oversize or rule.find_oversize(plain, rule.find_answer(plain))
         for limit in rule.limits:
             amount = limit.flat or self._find_amount(rule, limit, estimate)
-            reserved.append(reserve(rule, limit, amount, scope, tenant, renewed))
+            each = reserve(rule, limit, amount, scope, tenant, renewed)
+            if orders and (raised := sum_raises(orders, rule.name)):
+                each.take = each.take.raise_limit(round(raised * limit.units))
+            reserved.append(each)
 
     def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
         """The cost, in units of a limit. What only might be used does not exceed the limit."""

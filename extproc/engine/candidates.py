@@ -1001,7 +1001,7 @@ class SessionCandidate(Candidate):
 
     def list_grants(self) -> list[ActiveOverride]:
         """The grants that its session has."""
-        return [override for override in self.overrides if override.kind == GRANT]
+        return [override for override in self.overrides if override.kind == GRANT and not override.budget]
 
     def name_ledger(self) -> str:
         """The key of the ledger that has counted the request."""

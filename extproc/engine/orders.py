@@ -86,8 +86,9 @@ class ActiveOverride(NamedTuple):
         who: the operator.
         grant: what it grants.
         tools: how many calls of single tools it grants, by name, sorted.
-        budget: name of the rule whose budget it has added to, once, when it was given; empty for others.
-        amount: what it has added, in the rule's unit.
+        budget: name of the rule whose budget it has added to, once, when it was given, or whose limit it raises; else empty.
+        amount: what it has added or adds, in the rule's unit.
+        raises: it raises the limit of the budget until it ends.
         meets: ids of the policies that it applied to when it was given, as far as that was known.
     """
 
@@ -104,6 +105,7 @@ class ActiveOverride(NamedTuple):
     budget: str = ""
     amount: float = 0.0
     meets: tuple[str, ...] = ()
+    raises: bool = False
 
     @property
     def epoch(self) -> str:
@@ -314,6 +316,11 @@ def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int
             concurrent += override.grant.concurrent_agents
             spawns += override.grant.spawns_per_minute
     return depth, agents, concurrent, spawns
+
+
+def sum_raises(overrides: Sequence[ActiveOverride], rule: str) -> float:
+    """By how much orders raise the limits of a rule, in its unit."""
+    return sum([override.amount for override in overrides if override.raises and override.budget == rule])
 
 
 def sum_tool_grants(overrides: Sequence[ActiveOverride]) -> dict[str, int]:

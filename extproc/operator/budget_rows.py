@@ -104,10 +104,10 @@ class BudgetRow(msgspec.Struct, array_like=True):
             return max(0, round(self.start + self.span - now * _MS))
         return self.find_open_ms(now)
 
-    def make_credit(self, amount: int) -> Take:
-        """What gives this much back to the budget in the store, up to the whole budget."""
+    def make_credit(self, amount: int, raised: int = 0) -> Take:
+        """What gives this much back to the budget in the store, up to the whole budget, `raised` by an order."""
         take = Take(self.key, self.kind, 0, self.limit, self.rate, self.span, self.offset)
-        return take.settle(amount, self.start)
+        return take.raise_limit(raised).settle(amount, self.start)
 
     def absorb(self, other: BudgetRow) -> None:
         """Add what another replica knows of the same budget."""

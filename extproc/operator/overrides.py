@@ -42,7 +42,7 @@ from extproc.engine.plan import Plan
 from extproc.errors import BadOrderError, PartlyAwayError, StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.operator.budget_grants import find_credits
+from extproc.operator.budget_grants import concerns, find_credits
 from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.table import write_time
 from extproc.policy.bundle import ALIAS
@@ -177,6 +177,7 @@ class OverrideService:
         rows = await asyncio.to_thread(self.list_budgets)
         plans = [*self._service.engine.plans, *self._service.handed_over.list_plans()]
         takes, notes = find_credits(grant, rows, plans, time())
+        grant = grant._replace(meets=tuple(sorted({row.policy for row in rows if concerns(grant, row)})))
         await self.refresh()
         if grant.name in self._standing:
             return grant, ["this grant was given before, and is not added again"]
@@ -184,7 +185,7 @@ class OverrideService:
             raise refuse_more()
         await self._store.documents.put(ORDERS, _BOOK, grant.name, write_override(grant), grant.ends - grant.since)
         try:
-            answers = self._store.hit(takes)
+            answers = self._store.hit(takes) if takes else []
             if not isinstance(answers, list):
                 await answers
         except PartlyAwayError:  # if it were given again, some would get it twice
@@ -205,7 +206,7 @@ class OverrideService:
         """
         await self.refresh()
         revoked = self._standing.get(name)
-        if revoked is not None and revoked.budget:
+        if revoked is not None and has_acted(revoked):
             raise BadOrderError(f"{name} has been added to a budget already, and cannot be revoked; it is shown until it ends")
         if not await self._store.documents.drop(ORDERS, _BOOK, name):
             return False
@@ -234,7 +235,7 @@ class OverrideService:
                 self._forget_ended()
                 return
             standing = await asyncio.to_thread(_read_all, found.documents)
-            acting = [override for override in standing.values() if not override.budget]  # the others have acted already
+            acting = [override for override in standing.values() if not has_acted(override)]
             filed = await asyncio.to_thread(Overrides, acting) if acting else None
             self._version, self._standing, self._service.overrides = found.version, standing, filed
 
@@ -246,6 +247,11 @@ class OverrideService:
 
     def _count(self, kind: str) -> float:
         return Counter(override.kind for override in self.list_standing())[kind]
+
+
+def has_acted(override: ActiveOverride) -> bool:
+    """Whether it added to a budget once, so that it has no effect any more."""
+    return bool(override.budget) and not override.raises
 
 
 def _announce(what: str, override: ActiveOverride, who: str) -> None:
@@ -263,7 +269,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
     value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
     `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name),
-    or a `budget` (the name of a rule) and an `amount`. It may have a `key`: orders with the same key are one grant.
+    or a `budget` (the name of a rule) and an `amount`, which is added once, or to the limit for `seconds`. It may have a `key`:
+    orders with the same key are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -282,7 +289,9 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
     words = str(given.get("reason", "")), who[:_MAX_WHO]
     budget = str(given.get("budget", "")), float(given.get("amount", 0))
-    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, given.get("tools", ()), *budget)
+    raises = bool(budget[0]) and "seconds" in given
+    tools = given.get("tools", ())
+    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, tools, *budget, raises=raises)
 
 
 def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
@@ -340,9 +349,9 @@ def _find_budget_misfits(given: Mapping[str, object]) -> Iterator[str]:
     for key in ("caller", "amount"):
         if key not in given:
             yield f"a grant of a budget needs {'a caller' if key == 'caller' else 'an amount'}"
-    for key in (*_AMOUNTS, "tools", "session", "seconds"):
+    for key in (*_AMOUNTS, "tools", "session"):
         if key in given:
-            yield f"{key} cannot be given for a budget, to which an amount is added once"
+            yield f"{key} cannot be given for a budget, which has an amount of its own"
 
 
 def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
@@ -623,6 +632,7 @@ def write_override(override: ActiveOverride) -> bytes:
         "budget": override.budget,
         "amount": override.amount,
         "meets": override.meets,
+        "raises": override.raises,
     }
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
@@ -640,7 +650,9 @@ def read_override(name: str, document: bytes) -> ActiveOverride:
         since, ends = float(found["since"]), float(found["ends"])
         budget = str(found.get("budget", "")), float(found.get("amount", 0))
         meets = tuple([str(policy) for policy in found.get("meets", ())])
-        return ActiveOverride(name, kind, target, policy, since, ends, reason, who, grant, tools, *budget, meets)
+        return ActiveOverride(
+            name, kind, target, policy, since, ends, reason, who, grant, tools, *budget, meets, bool(found.get("raises"))
+        )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
@@ -672,6 +684,7 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         "tools": dict(override.tools),
         "budget": override.budget,
         "amount": override.amount,
+        "raises": override.raises,
         "meets": override.meets,
         "reason": override.reason,
         "who": override.who,

@@ -82,8 +82,8 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         *flags, last = [f"--{name}" for name in about]
         raise UsageError(f"give a target: {', '.join(flags)} or {last}")
     order = {"kind": kind, **about, "policy": options.policy, "reason": options.reason}
-    if "duration" in options:
-        order["seconds"] = read_duration(options.duration)
+    if duration := getattr(options, "duration", None):
+        order["seconds"] = read_duration(duration)
     return {key: value for key, value in order.items() if value}
 
 

@@ -73,6 +73,8 @@ def write_order(order: Mapping[str, Any]) -> str:
 def list_amounts(override: Mapping[str, Any]) -> list[str]:
     """What a grant adds, in words."""
     amounts = [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]
+    if rule := override.get("budget"):
+        amounts.append(f"+{override['amount']:.9g} {'to the limit of' if override.get('raises') else 'of'} {rule}")
     calls = override.get("tools", {})
     return amounts + [f"+{number} {'call' if number == 1 else 'calls'} of {tool}" for tool, number in calls.items()]
 

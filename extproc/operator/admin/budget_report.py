@@ -127,8 +127,8 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
         "last_seen": write_time(row.last),
         "orders": [describe_override(order) for order in orders.find(_make_shown_row(row))],
     }
-    lacks = row.asked / row.units
-    return {**described, "commands": suggest_for_budget(described, lacks=lacks, orderable=row.orderable)}
+    asked = row.asked / row.units
+    return {**described, "commands": suggest_for_budget(described, asked=asked, orderable=row.orderable)}
 
 
 def _convert(amount: int, row: BudgetRow) -> float:
