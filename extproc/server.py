@@ -30,6 +30,7 @@ from extproc.operator.admin.loop_page import route_page as route_loop_page
 from extproc.operator.admin.loop_report import LoopPages
 from extproc.operator.admin.overrides import route_overrides
 from extproc.operator.admin.pages import Page, make_app, route_page, route_probes
+from extproc.operator.admin.reports import list_names
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board, View
@@ -383,12 +384,17 @@ class Server:
 
 def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
     """The hashes in what all replicas have reported."""
-    limited = [row for row in budgets.document.rows if row.orderable]
     in_sessions: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
-    rows: list[Loop | SessionRow | BudgetRow] = [*in_sessions, *limited]
-    fingerprints = frozenset(loop.fingerprint for loop in loops.document.rows)
-    callers = {(name, row.tenant) for row in rows for name in (row.tenant, row.alias, *row.credentials) if name}
-    return Seen(Counter(name for name, _ in callers), frozenset(row.session for row in in_sessions), fingerprints)
+    rows: list[Loop | SessionRow | BudgetRow] = [*in_sessions, *[row for row in budgets.document.rows if row.orderable]]
+    callers = {(name, row.tenant) for row in rows for name in list_names(row)}
+    named = [(row.policy, name) for row in rows for name in list_names(row)]
+    in_sessions_named = [(row.policy, row.session) for row in in_sessions]
+    looping = [(loop.policy, loop.fingerprint) for loop in loops.document.rows]
+    policies: dict[str, set[str]] = {}
+    for policy, name in [*named, *in_sessions_named, *looping]:
+        policies.setdefault(name, set()).add(policy)
+    in_use, fingerprints = ({name for _, name in pairs} for pairs in (in_sessions_named, looping))
+    return Seen(Counter(name for name, _ in callers), in_use, fingerprints, policies)
 
 
 def _describe_refusal(refusal: RefusedReload) -> dict[str, Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shlex
 from math import ceil, floor, log10
+from typing import Final
+
+SOME_REQUESTS: Final = 5
+"""A proposed grant is enough for this many requests: after less, the caller would be refused again at once."""
 
 _SHARE = 10
 
 
-def suggest_amount(limit: float, left: float, asked: float) -> float:
-    """What to grant, in the rule's unit: a tenth of the budget or what the request lacks, at most the whole budget."""
-    return min(limit, _round_up(max(limit / _SHARE, asked - left)))
-
-
-def _round_up(amount: float) -> float:
+def round_up(amount: float) -> float:
     """The next number of two digits."""
     if amount <= 0:
         return 1.0
@@ -21,10 +20,16 @@ def _round_up(amount: float) -> float:
     return round(ceil(amount / step - 1e-9) * step, 9)
 
 
-def write_budget_grant(tenant: str, policy: str, rule: str, amount: float) -> str:
-    """The command that gives a caller, by its hash, more of a rule's budget once."""
+def write_budget_grant(tenant: str, policy: str, rule: str, limit: float, left: float, asked: float) -> str:  # noqa: PLR0913  # a budget
+    """The command that gives a caller, by its name, more of a rule's budget: a tenth, or enough for some requests.
+
+    A budget that would hold less than that when it is whole gets a higher limit for a day. `limit`, `left` (below zero if more
+    was used) and `asked` by one request are in the rule's unit.
+    """
+    amount = round_up(max(limit / _SHARE, SOME_REQUESTS * asked - left))
+    lasts = " --for 1d" if left + amount > limit else ""
     named = f"--policy {shlex.quote(policy)} --budget {shlex.quote(rule)}"
-    return f"loopguard grant --caller {tenant} {named} --amount {amount:.9g}"
+    return f"loopguard grant --caller {tenant} {named} --amount {amount:.9g}{lasts}"
 
 
 def write_breaker_release(tenant: str, policy: str) -> str:

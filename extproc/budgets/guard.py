@@ -30,7 +30,6 @@ from extproc.budgets.rule_keys import (
 from extproc.budgets.subject import DOLLAR_UNIT, REQUEST_UNIT, TOKEN_UNIT, BudgetSubject
 from extproc.decision import SEVERITY, Action, Outcome, Reason, RefusalForm
 from extproc.objects import copy_text
-from extproc.request.fingerprint import hash_tenant, join_descriptors
 from extproc.request.http import HttpRequest
 from extproc.sessions.limits import make_rates
 from extproc.store.rules.budget import (
@@ -521,8 +520,3 @@ def read_hint(request: HttpRequest) -> int:
     """The tokens of the prompt as the client estimates them; 0 if it does not."""
     text = request.read_header(_HINT).strip()
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= len("1000000000") else 0
-
-
-def find_tenant(values: Sequence[tuple[str, str]]) -> str:
-    """The hash of a rule's caller."""
-    return hash_tenant(join_descriptors(values))

@@ -17,14 +17,14 @@ from extproc.budgets.guard import (
     BudgetLimit,
     BudgetRule,
     Reservation,
-    find_tenant,
     read_hint,
     reserve,
 )
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule
-from extproc.engine.candidates import CALLS, Answer, Candidate, RequestBody
+from extproc.engine.candidates import CALLS, Answer, Candidate, RequestBody, renew
+from extproc.engine.orders import ActiveOverride, sum_raises
 from extproc.engine.plan import Plan
 from extproc.request.callers import Values, list_others
 from extproc.request.document import Document, NotCounted
@@ -132,7 +132,7 @@ class BudgetCandidate(Candidate):
         """See `Candidate`."""
         self._body = body
         self.body_crc32 = body.sums.crc32
-        self.tenant = body.find_tenant(self.caller)
+        self.tenant = self.name_caller()
         if self._standing is not None:
             self.name_request()
             self._look_up(self._standing)
@@ -153,7 +153,7 @@ class BudgetCandidate(Candidate):
             if planned.body:
                 values = planned.read_body(document, head, self.plan.id, missing)
             if values is not None:
-                tenant = self.tenant if values is self.values else find_tenant(values)
+                tenant = self.tenant if values is self.values else planned.name_caller(values)
                 self._reserve(reserved, planned, tenant, estimate, body.scope)
         if self.oversize is None or self.is_allowed:
             self.reserved = reserved
@@ -165,7 +165,8 @@ class BudgetCandidate(Candidate):
 
     def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
         """Add what a rule's limits take."""
-        renewed = self._renew(tenant) if self.overrides else tenant
+        orders = self._list_orders(planned, tenant) if self.overrides else self.overrides
+        renewed = renew(tenant, orders) if orders else tenant
         breaker, estimate = self.budget.breaker, plain
         if self._session:
             prompt = self.budget.anchors.correct(f"{renewed}:{self._session}", plain.prompt)
@@ -180,7 +181,10 @@ class BudgetCandidate(Candidate):
             self.oversize = self.oversize or rule.find_oversize(plain, rule.find_answer(plain))
         for limit in rule.limits:
             amount = limit.flat or self._find_amount(rule, limit, estimate)
-            reserved.append(reserve(rule, limit, amount, scope, tenant, renewed))
+            each = reserve(rule, limit, amount, scope, tenant, renewed)
+            if orders and (raised := sum_raises(orders, rule.name)):
+                each.take = each.take.raise_limit(round(raised * limit.units))
+            reserved.append(each)
 
     def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
         """The cost, in units of a limit. What only might be used does not exceed the limit."""
@@ -215,7 +219,7 @@ class BudgetCandidate(Candidate):
         """See `Candidate`; worked out on demand."""
         body = self._body
         if body is not None and not self.fingerprint:
-            self.composite, self.fingerprint, _, _ = body.name(body.sums, self.caller)
+            self.composite, self.fingerprint, _ = body.name(body.sums, self.caller)
 
     def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
         """See `Candidate`."""
@@ -228,11 +232,31 @@ class BudgetCandidate(Candidate):
         self.subject = outcome.subject
         return outcome
 
+    def list_other_names(self) -> list[str]:
+        """See `Candidate`: the callers of its rules, as far as the head tells."""
+        return [planned.name_caller(values) for planned, values in self._chosen if not planned.body]
+
+    def _list_orders(self, planned: PlannedRule, tenant: str) -> Sequence[ActiveOverride]:
+        """The orders that concern a rule: not those about callers of other rules, or about values that it does not read."""
+        values = next((values for chosen, values in self._chosen if chosen is planned), [])
+        if not values:
+            return self.overrides
+        names, aliases = [tenant, self.tenant, *planned.callers.list_parts(values)], self.plan.aliases
+        own = {"", *names, *[aliases[name] for name in names if name in aliases]}
+        return [order for order in self.overrides if order.target.caller in own]
+
     def find_values(self, tenant: str) -> Values:
-        """The descriptors of a caller of its rules, by its hash, as far as the head has them."""
+        """The descriptors of a caller of its rules, by its name, as far as the head has them."""
         if tenant == self.tenant:
             return self.values
-        return next((values for _, values in self._chosen if values and find_tenant(values) == tenant), [])
+        return next((values for planned, values in self._chosen if values and planned.name_caller(values) == tenant), [])
+
+    def find_parts(self, tenant: str) -> list[str]:
+        """The names of the values of such a caller, as `list_parts` has them."""
+        if tenant == self.tenant:
+            return self.list_parts()
+        chosen = [each for each in self._chosen if each[0].name_caller(each[1]) == tenant]
+        return next((planned.callers.list_parts(values) for planned, values in chosen), [])
 
     def list_give_backs(self, *, here: bool) -> list[Take]:
         """What gives back all that was taken, in the store or in this process. Afterwards, nothing is reserved."""

@@ -8,8 +8,9 @@ from typing import Final, TypeAlias
 from extproc.budgets.guard import ONE, BudgetGuard, BudgetRule
 from extproc.budgets.rule_keys import Rule
 from extproc.policy.bundle import Spec
-from extproc.request.callers import Values, compile_shown
+from extproc.request.callers import CallerNames, Values, compile_shown
 from extproc.request.document import Document, NotCounted, NotJson, find
+from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_plainly
 from extproc.request.limit_keys import UNSUPPORTED_KEYS, list_sources
 
@@ -25,9 +26,10 @@ class PlannedRule:
         head: descriptors in the request's head.
         body: those in its body, with their pointers.
         shown: those in the head of which a request may have several.
+        callers: names its callers.
     """
 
-    __slots__ = ("_match", "_never", "body", "head", "rule", "shown")
+    __slots__ = ("_match", "_never", "body", "callers", "head", "rule", "shown")
 
     def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors) -> None:
         match = keys.match or {}
@@ -36,6 +38,7 @@ class PlannedRule:
         self.head = head
         self.body = body
         self.shown = compile_shown(head)
+        self.callers = CallerNames([*head, *[descriptor for descriptor, _ in body]])
         # Without a key that Loopguard cannot derive, a rule would merge callers that it was to tell apart.
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
         self._match = () if self._never else tuple([(compile_plainly(key), value) for key, value in match.items()])
@@ -55,6 +58,10 @@ class PlannedRule:
         if self._never or not self._match:
             return not self._never
         return all(descriptor.read(request, descriptor.argument) == value for descriptor, value in self._match)
+
+    def name_caller(self, values: Values) -> str:
+        """The name of a caller of the rule; see `CallerNames`."""
+        return self.callers.name_caller(values, join_descriptors(values))
 
     def read(self, request: HttpRequest, policy: str, missing: list[tuple[str, str]]) -> Values | None:
         """The caller's descriptors in the head; None if one is missing, so that the rule does not apply.

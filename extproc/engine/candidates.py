@@ -41,7 +41,6 @@ from extproc.request.fingerprint import (
     Body,
     compose,
     digest,
-    hash_tenant,
     identify,
     join_descriptors,
     write_head,
@@ -162,7 +161,7 @@ class RequestBody:
     def __init__(self, request: HttpRequest, sums: Body, document: Document | None, unreadable: str, scope: str) -> None:
         self._sums: Body | None = None
         self._caller = ""
-        self._names = ("", "", "", "")
+        self._names = ("", "", "")
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
         self._looked_in: tuple[bool, tuple[str, ...], tuple[str, ...]] = (False, (), ())
@@ -188,19 +187,14 @@ class RequestBody:
             self._head = write_head(request.method, request.path, query)
         return self._head
 
-    def name(self, sums: Body, caller: str) -> tuple[str, str, str, str]:
-        """Composite, fingerprint, check and tenant of a candidate that compares a body with these sums."""
+    def name(self, sums: Body, caller: str) -> tuple[str, str, str]:
+        """Composite, fingerprint and check of a candidate that compares a body with these sums."""
         if sums is not self._sums or caller != self._caller:
             composite = compose(self.head, sums, caller)
             fingerprint, check = digest(composite, sums)
             self._sums, self._caller = sums, caller
-            self._names = composite, fingerprint, check, hash_tenant(caller)
+            self._names = composite, fingerprint, check
         return self._names
-
-    def find_tenant(self, caller: str) -> str:
-        """Hash of the caller's descriptors."""
-        tenant = self._names[3]
-        return tenant if tenant and caller == self._caller else hash_tenant(caller)
 
     def find_session(
         self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
@@ -258,7 +252,7 @@ class Candidate:
         caller_in_head: the same without descriptors from the body.
         composite: the whole composite.
         fingerprint: its CRC32, 8 hex digits.
-        tenant: hash of the descriptors, 16 hex digits.
+        tenant: the caller's name, 16 hex digits; see `CallerNames`.
         body_crc32: of the body as this guard compares it.
         repeat: what the request itself says about a loop, None where requests are counted.
         subject: what the request is about.
@@ -366,23 +360,34 @@ class Candidate:
         """The caller's alias; empty for none."""
         aliases = self.plan.aliases
         if aliases:
-            for known in [self.tenant, *self.list_credentials()]:
+            for known in [self.tenant, *self.list_parts()]:
                 if known in aliases:
                     return aliases[known]
         return ""
 
+    def name_caller(self) -> str:
+        """The caller's name, as far as its descriptors are known."""
+        return self.plan.callers.name_caller(self.values, self.caller)
+
+    def list_parts(self) -> list[str]:
+        """The names of the values that identify the caller together; nothing if there is only one."""
+        return self.plan.callers.list_parts(self.values)
+
     def list_credentials(self) -> list[str]:
         """The hashes of the secrets that identify the caller."""
-        return self.plan.list_credentials(self.values)
+        return self.plan.callers.list_secrets(self.values)
 
-    def _know_caller(self, tenant: str) -> Caller:
-        """All names by which orders may refer to the caller; `tenant` is empty while it is not known."""
-        aliases, names = self.plan.aliases, self.list_credentials()
-        if tenant:
-            names.append(tenant)
+    def _know_caller(self, others: Sequence[str], *, whole: bool) -> Caller:
+        """All names by which orders may refer to the caller or to the `others`; `whole`: all of its descriptors are known."""
+        named, aliases = self.plan.callers.split(self.values), self.plan.aliases
+        names = [*[each.hash() for each in named], *([self.name_caller()] if whole else []), *others]
         if aliases:
             names += [aliases[known] for known in names if known in aliases]
-        return Caller(list(dict.fromkeys(names)), self.values)
+        return Caller(list(dict.fromkeys(names)), [*self.values, *[(each.name, each.value) for each in named]])
+
+    def list_other_names(self) -> list[str]:
+        """The names of others that the request counts for: what orders say about them may concern it."""
+        return []
 
     @property
     def is_allowed(self) -> bool:
@@ -437,11 +442,12 @@ class Candidate:
         standing, plan = self._standing, self.plan
         if standing is None:
             return
-        key = plan.id, self.caller, whole
+        others = self.list_other_names()
+        key = plan.id, "\n".join([self.caller, *others]), whole
         known = standing.callers.get(key)
-        if known is None or known.aliases is not plan.aliases or known.secrets is not plan.secrets:
-            caller = self._know_caller(hash_tenant(self.caller) if whole else "")
-            known = KnownCaller(caller, standing.find_by_head(caller), plan.aliases, plan.secrets)
+        if known is None or known.aliases is not plan.aliases or known.named_by is not plan.callers:
+            caller = self._know_caller(others, whole=whole)
+            known = KnownCaller(caller, standing.find_by_head(caller), plan.aliases, plan.callers)
             if len(self.caller) <= _LONGEST_CALLER:
                 standing.callers.put(key, known)
         self._known = known.caller
@@ -450,7 +456,7 @@ class Candidate:
 
     def _look_up(self, standing: Overrides) -> None:
         tools = self.repeat.tools if self.repeat is not None else self.subject.tools
-        caller = self._known or self._know_caller(self.tenant)
+        caller = self._known or self._know_caller(self.list_other_names(), whole=True)
         found = standing.find_by_body(self.plan.id, self._now, caller, self.session, self.fingerprint, tools)
         kin = self._find_kin() if standing.name_sessions else ""
         if kin and kin != self.session:
@@ -468,14 +474,19 @@ class Candidate:
 
     def _renew(self, name: str) -> str:
         """A part of a key that changes with each release, so that earlier counts are not found again."""
-        release = find_kind(self.overrides, RELEASE)
-        return name if release is None else f"{release.epoch}.{name}"
+        return renew(name, self.overrides)
 
     def _read_body_descriptors(self, document: Document, missing: list[tuple[str, str]]) -> None:
         """Take the whole caller."""
         self.values = self.plan.read_body_descriptors(document, self.values, missing)
         self.caller = join_descriptors(self.values)
         self._look_up_caller(whole=True)
+
+
+def renew(name: str, orders: Sequence[ActiveOverride]) -> str:
+    """See `Candidate._renew`."""
+    release = find_kind(orders, RELEASE)
+    return name if release is None else f"{release.epoch}.{name}"
 
 
 class LoopCandidate(Candidate):
@@ -538,7 +549,8 @@ class LoopCandidate(Candidate):
             document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
             sums = self._compare(body, document) if not document.shortened else self._compare_excerpt(body, document)
         self.body_crc32 = sums.crc32
-        self.composite, self.fingerprint, check, self.tenant = body.name(sums, self.caller)
+        self.composite, self.fingerprint, check = body.name(sums, self.caller)
+        self.tenant = self.name_caller()
         self._name = body.scope, self.fingerprint + check
         self._ask()
         if self.memory is not None and self.plan.rings is not None:
@@ -724,7 +736,7 @@ class SessionCandidate(Candidate):
         if not self.caller and self.plan.guards_strangers:
             raise NotCounted("missing_descriptor")
         self.body_crc32 = body.sums.crc32
-        self.tenant = body.find_tenant(self.caller)
+        self.tenant = self.name_caller()
         self._body = body
         if self._standing is not None:
             self.name_request()
@@ -915,7 +927,7 @@ class SessionCandidate(Candidate):
         """See `Candidate`; worked out on demand, because it is rarely needed and expensive."""
         body = self._body
         if body is not None:
-            self.composite, self.fingerprint, _, _ = body.name(body.sums, self.caller)
+            self.composite, self.fingerprint, _ = body.name(body.sums, self.caller)
 
     def judge(self, count: Answer) -> Outcome:
         """See `Candidate`."""
@@ -989,7 +1001,7 @@ class SessionCandidate(Candidate):
 
     def list_grants(self) -> list[ActiveOverride]:
         """The grants that its session has."""
-        return [override for override in self.overrides if override.kind == GRANT]
+        return [override for override in self.overrides if override.kind == GRANT and not override.budget]
 
     def name_ledger(self) -> str:
         """The key of the ledger that has counted the request."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from extproc.bounded import Memo
+from extproc.request.callers import CallerNames
 from extproc.request.fingerprint import hash_tenant, join_descriptors
 from extproc.sessions.session_limits import MAX_AGENTS, MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
 from extproc.store.rules.session import NANO_DOLLARS
@@ -31,7 +32,7 @@ class Target(NamedTuple):
     """The requests that an override is about: all fields must match. Clients' names and values are hashes, 16 hex digits.
 
     Attributes:
-        caller: hash of all of the caller's descriptors together, as in logs, or of its secret, or its alias; empty for any.
+        caller: its name, as in logs, or the name of one of its values, or its alias; empty for any. See `CallerNames`.
         descriptors: (name, hash of that descriptor alone), sorted; the caller may have others, too.
         session: hash of its name; empty for any.
         fingerprint: 8 hex digits; empty for any.
@@ -85,8 +86,10 @@ class ActiveOverride(NamedTuple):
         who: the operator.
         grant: what it grants.
         tools: how many calls of single tools it grants, by name, sorted.
-        budget: name of the rule whose budget it has added to, once, when it was given; empty for others.
-        amount: what it has added, in the rule's unit.
+        budget: name of the rule whose budget it has added to, once, when it was given, or whose limit it raises; else empty.
+        amount: what it has added or adds, in the rule's unit.
+        raises: it raises the limit of the budget until it ends.
+        meets: ids of the policies that it applied to when it was given, as far as that was known.
     """
 
     name: str
@@ -101,6 +104,8 @@ class ActiveOverride(NamedTuple):
     tools: tuple[tuple[str, int], ...] = ()
     budget: str = ""
     amount: float = 0.0
+    meets: tuple[str, ...] = ()
+    raises: bool = False
 
     @property
     def epoch(self) -> str:
@@ -156,8 +161,8 @@ class Caller:
     """The names by which orders may refer to the caller of a request.
 
     Attributes:
-        names: the hash of all of its descriptors, hashes of its secrets, and aliases.
-        descriptors: name and value of each.
+        names: of its values, of all of them together, and aliases.
+        descriptors: name and value of each; those in a `first_of` by both names.
     """
 
     __slots__ = ("descriptors", "names")
@@ -174,18 +179,16 @@ class KnownCaller:
         caller: how orders may refer to it.
         filed: the overrides.
         aliases: by which it was looked up.
-        secrets: the same.
+        named_by: the same.
     """
 
-    __slots__ = ("aliases", "caller", "filed", "secrets")
+    __slots__ = ("aliases", "caller", "filed", "named_by")
 
-    def __init__(
-        self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], secrets: list[tuple[str, str]]
-    ) -> None:
+    def __init__(self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], named_by: CallerNames) -> None:
         self.caller = caller
         self.filed = filed
         self.aliases = aliases
-        self.secrets = secrets
+        self.named_by = named_by
 
 
 _NOTHING: Final[list[ActiveOverride]] = []
@@ -272,7 +275,7 @@ def _hash_descriptors(names: tuple[str, ...], values: list[tuple[str, str]]) -> 
 
 
 def hash_descriptor(name: str, value: str) -> str:
-    """The hash of one descriptor, 16 hex digits; also that of a caller without other descriptors."""
+    """The hash of one descriptor, 16 hex digits; also the name of a caller without others, unless it is a secret."""
     return hash_tenant(join_descriptors([(name, value)]))
 
 
@@ -313,6 +316,11 @@ def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int
             concurrent += override.grant.concurrent_agents
             spawns += override.grant.spawns_per_minute
     return depth, agents, concurrent, spawns
+
+
+def sum_raises(overrides: Sequence[ActiveOverride], rule: str) -> float:
+    """By how much orders raise the limits of a rule, in its unit."""
+    return sum([override.amount for override in overrides if override.raises and override.budget == rule])
 
 
 def sum_tool_grants(overrides: Sequence[ActiveOverride]) -> dict[str, int]:

@@ -20,12 +20,11 @@ from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
-from extproc.request.callers import Values, compile_shown, list_others
+from extproc.request.callers import CallerNames, Values, compile_shown, list_others
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
-from extproc.request.secrets import is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
@@ -125,13 +124,6 @@ def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
 def _spell_names(session: Session) -> str:
     """Equal texts for sessions that are named alike."""
     return f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
-
-
-def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str]]:
-    """Name and start of the value of each secret that a descriptor may contain."""
-    if not descriptor.parts:
-        return [(descriptor.name, "")] if is_secret(descriptor.key) else []
-    return [(descriptor.name, f"{part.key}:") for part in descriptor.list_sources() if is_secret(part.key)]
 
 
 def _compile_bypass(entry: Bypass) -> _BypassRule:
@@ -382,17 +374,17 @@ class Plan:
 
     Attributes:
         guards_strangers: a detector counts nothing, and so acts on requests without a caller, too.
+        callers: names callers.
         merges_strangers: all requests without a caller count as one caller's.
         labels: values shown beside the caller's hash, which have no effect on counts.
         budget: its budgets; None for none.
-        aliases: names of callers, by the hash of a caller or of its secret.
+        aliases: by the name of a caller, or of one of its values.
         ramp: chooses the callers that the policy acts on; None if it acts on all or none.
         watching: the same policy in shadow, for the other callers.
         leaves_out_notes: a detector gives notes to a share of the conversations.
         paired: its verdicts are compared with those of another policy.
         counts_failed: requests stay counted if their upstream fails.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
-        secrets: see `_list_secrets`.
         root_names: finds the session at the root of a request's agents.
     """
 
@@ -404,6 +396,7 @@ class Plan:
         "_shown",
         "aliases",
         "budget",
+        "callers",
         "counts_failed",
         "detectors",
         "guards_strangers",
@@ -422,7 +415,6 @@ class Plan:
         "refuses_uncountable",
         "rings",
         "root_names",
-        "secrets",
         "shadow",
         "steers",
         "tells_callers_apart",
@@ -455,7 +447,7 @@ class Plan:
         needs_no_caller = any(detector.needs_no_caller for detector in self.detectors)
         self.guards_strangers = needs_no_caller and missing == "require_one" and not self.refuses_uncountable
         self.reads_body = bool(self._body_descriptors)
-        self.secrets = [secret for descriptor in self._descriptors for secret in _list_secrets(descriptor)]
+        self.callers = CallerNames([*self._descriptors, *[descriptor for descriptor, _ in self._body_descriptors]])
         self.labels, _ = parts.find_descriptors(spec.labels)
         self.aliases: dict[str, str] = {}
         self.rings: Rings | None = None
@@ -541,8 +533,9 @@ class Plan:
         return max(lifetimes)
 
     def list_names(self) -> list[str]:
-        """The names of the descriptors that identify callers."""
-        return [item.name for item in self._descriptors] + [item.name for item, _ in self._body_descriptors]
+        """The names of the descriptors that identify callers, and of the alternatives of each `first_of`."""
+        names = [item.name for item in self._descriptors] + [item.name for item, _ in self._body_descriptors]
+        return list(dict.fromkeys([*names, *[form.name for form in self.callers.forms]]))
 
     def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """The caller's descriptors by name, except those in the body.
@@ -611,22 +604,6 @@ class Plan:
             if value:
                 values.append((label.name, value))
         return values
-
-    def list_credentials(self, values: Sequence[tuple[str, str]]) -> list[str]:
-        """The hashes of secrets among a request's descriptors, each once."""
-        if not self.secrets:
-            return []
-        found = [
-            value[len(prefix) :]
-            for name, value in values
-            for secret, prefix in self.secrets
-            if name == secret and value.startswith(prefix)
-        ]
-        return list(dict.fromkeys(found))
-
-    def list_secrets(self) -> list[str]:
-        """The names of descriptors whose values are hashes of secrets."""
-        return [name for name, prefix in self.secrets if not prefix]
 
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
         """Whether it reads the same parts of a request as another plan, which is usual for a canary and its policy."""

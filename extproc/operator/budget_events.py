@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from extproc.budgets.commands import suggest_amount, write_breaker_release, write_budget_grant
+from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.operator.budget_table import CallerBudget
 
 QUIET_SECONDS = 60
@@ -53,7 +53,8 @@ class BudgetEvents:
         tenant, policy, mode, rule, budget = row.name
         limit = row.limit
         whole, left = row.take.limit / limit.units, row.left / limit.units
-        grant = write_budget_grant(tenant, policy, rule, suggest_amount(whole, left, min(whole, row.asked / limit.units)))
+        asked = row.asked / limit.units or max(0.0, whole - left) / max(1, row.requests)
+        grant = write_budget_grant(tenant, policy, rule, whole, left, asked)
         release = write_breaker_release(tenant, policy) if row.orderable else None
         return {
             "loopguard.caller": tenant,

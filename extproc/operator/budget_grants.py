@@ -1,7 +1,9 @@
-"""Grants of budgets: an amount that is given back, once, to a caller who has used it.
+"""Grants of budgets: an amount that is given back, once, to a caller who has used it, or a higher limit for a while.
 
-A budget's state is shared by all replicas, so the replica that takes the order adds to it in the store. It finds the state by
-the rows of `/budgets`, which know each caller of the last hour.
+A higher limit is an order like others, which each replica adds to the limit of what it asks the store. A bucket gets the
+amount at once as well, because its level would only rise with time. What is given back is no order in force: a budget's state
+is shared by all replicas, so the replica that takes the order adds to it in the store. It finds the state by the rows of
+`/budgets`, which know each caller of the last hour.
 """
 # interpreted: takes what operators order
 
@@ -14,7 +16,7 @@ from extproc.engine.orders import ActiveOverride
 from extproc.engine.plan import Plan
 from extproc.errors import BadOrderError
 from extproc.operator.budget_rows import BudgetRow
-from extproc.store.rules.budget import BREAKER, Take
+from extproc.store.rules.budget import BREAKER, BUCKET, Take
 
 _SHOWN = 20
 
@@ -22,7 +24,7 @@ _SHOWN = 20
 def find_credits(
     grant: ActiveOverride, rows: Sequence[BudgetRow], plans: Sequence[Plan], now: float
 ) -> tuple[list[Take], list[str]]:
-    """What to give back to which budgets, and what the operator should know.
+    """What to give to which budgets at once, and what the operator should know.
 
     Args:
         grant: the order.
@@ -41,7 +43,14 @@ def find_credits(
         where = f"policy {grant.policy} has" if grant.policy else "the policies have"
         there = ", ".join(sorted(known)[:_SHOWN]) or "none"
         raise BadOrderError(f"budget must be the name of a rule; {where}: {there}")
-    found = [row for row in rows if row.rule == rule and row.kind != BREAKER and _concerns(grant, row)]
+    found = [row for row in rows if concerns(grant, row)]
+    if grant.raises:
+        callers = {row.tenant for row in found}
+        notes = [f"this applies to the budgets of {len(callers)} callers"] if len(callers) > 1 else []
+        if not found:
+            notes.append(f"no request of this caller met rule {rule} in the last hour, as far as this server knows")
+        buckets = [(row, max(1, round(grant.amount * row.units))) for row in found if row.kind == BUCKET]
+        return [row.make_credit(amount, amount) for row, amount in buckets], notes
     if not found:
         raise BadOrderError(
             f"no request of this caller met rule {rule} in the last hour, so there is nothing to add to; /budgets lists callers"
@@ -51,7 +60,10 @@ def find_credits(
         raise BadOrderError(f"rule {rule} is in several policies: name one of {', '.join(policies)} with policy")
     largest = max(row.limit / row.units for row in found)
     if grant.amount > largest:
-        raise BadOrderError(f"amount is more than the whole budget of {largest:.9g}, and a budget holds no more than that")
+        raise BadOrderError(
+            f"amount is more than the whole budget of {largest:.9g}, and a budget holds no more than that: to raise the limit"
+            " for a while, give seconds (--for)"
+        )
     return [_make_credit(row, grant.amount) for row in found], _remark(found, grant.amount, now)
 
 
@@ -61,14 +73,14 @@ def list_rules(plans: Sequence[Plan]) -> set[str]:
     return {rule.name for budget in budgets if budget is not None for rule in budget.guard.rules}
 
 
-def _concerns(grant: ActiveOverride, row: BudgetRow) -> bool:
-    """Whether a grant is about the caller of a row."""
+def concerns(grant: ActiveOverride, row: BudgetRow) -> bool:
+    """Whether a grant is about the budget of a row."""
     target, hashes = grant.target, dict(row.hashes)
-    if grant.policy not in ("", row.policy):
+    if grant.policy not in ("", row.policy) or row.rule != grant.budget or row.kind == BREAKER:
         return False
     if target.caller:
-        return target.caller in (row.tenant, row.alias, *row.credentials)
-    return all(hashes.get(name) == value for name, value in target.descriptors)
+        return target.caller in (row.tenant, row.alias, *row.parts)
+    return all(value in (row.tenant, *row.parts) or hashes.get(name) == value for name, value in target.descriptors)
 
 
 def _make_credit(row: BudgetRow, amount: float) -> Take:
@@ -86,6 +98,6 @@ def _remark(rows: Sequence[BudgetRow], amount: float, now: float) -> list[str]:
         if room < amount:
             notes.append(
                 f"{row.tenant} had used {max(0.0, room):.9g} of {row.limit / row.units:.9g} ({row.rule}, {row.budget}):"
-                " the budget is whole again, and holds no more"
+                " the budget is whole again, and holds no more; --for raises its limit for a while"
             )
     return notes[:_SHOWN]

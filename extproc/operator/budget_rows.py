@@ -25,7 +25,7 @@ class BudgetRow(msgspec.Struct, array_like=True):
         budget: which of the rule's budgets, such as `tpm`, `tpd`, `1d` or, of a circuit breaker, `rate`.
         caller: names and values of the caller's descriptors; empty if they may not be shown.
         hashes: hash of each descriptor, by name.
-        orderable: orders can name the caller by `tenant`, because the policy tells its callers apart as the rule does.
+        orderable: orders can name the caller by `tenant`, because the request's head tells it.
         unit: what is counted; empty for costs.
         words: the time that the budget is for.
         key, kind, limit, rate, span, offset, start: as in `Take`.
@@ -36,6 +36,7 @@ class BudgetRow(msgspec.Struct, array_like=True):
         refused_at: the last of them, in seconds since 1970; 0 for none.
         stage: action at the last stage that it has reached; empty for none.
         asked: what the last refused request asked for.
+        alias, labels, credentials, parts: see `KnownAs`.
     """
 
     tenant: str
@@ -69,6 +70,7 @@ class BudgetRow(msgspec.Struct, array_like=True):
     alias: str = ""
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
+    parts: list[str] = []
 
     @property
     def name(self) -> tuple[str, str, str, str, str]:
@@ -102,10 +104,10 @@ class BudgetRow(msgspec.Struct, array_like=True):
             return max(0, round(self.start + self.span - now * _MS))
         return self.find_open_ms(now)
 
-    def make_credit(self, amount: int) -> Take:
-        """What gives this much back to the budget in the store, up to the whole budget."""
+    def make_credit(self, amount: int, raised: int = 0) -> Take:
+        """What gives this much back to the budget in the store, up to the whole budget, `raised` by an order."""
         take = Take(self.key, self.kind, 0, self.limit, self.rate, self.span, self.offset)
-        return take.settle(amount, self.start)
+        return take.raise_limit(raised).settle(amount, self.start)
 
     def absorb(self, other: BudgetRow) -> None:
         """Add what another replica knows of the same budget."""
@@ -119,7 +121,7 @@ class BudgetRow(msgspec.Struct, array_like=True):
         self.refused += other.refused
         self.caller, self.hashes = self.caller or other.caller, self.hashes or other.hashes
         self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
-        self.credentials = self.credentials or other.credentials
+        self.credentials, self.parts = self.credentials or other.credentials, self.parts or other.parts
 
 
 _STATE = ("key", "limit", "rate", "span", "offset", "start", "left", "wait_ms", "told", "units", "stage")

@@ -97,6 +97,7 @@ class CallerBudget:
             alias=self.known.alias,
             labels=self.known.labels,
             credentials=self.known.credentials,
+            parts=self.known.parts,
         )
 
 
@@ -189,9 +190,11 @@ def _begin_row(
     """A row without any request."""
     row = CallerBudget(name, reserved, now)
     row.caller = candidate.find_values(reserved.tenant)
-    row.orderable = reserved.tenant == candidate.tenant
-    if row.orderable:
+    own = reserved.tenant == candidate.tenant
+    row.orderable = own or reserved.tenant in candidate.list_other_names()
+    if own:
         row.known = find_known(candidate)
     else:
-        row.known = KnownAs(candidate.plan.aliases.get(reserved.tenant, ""), [], [])
+        alias, parts = candidate.plan.aliases.get(reserved.tenant, ""), candidate.find_parts(reserved.tenant)
+        row.known = KnownAs(alias, [], [], parts)
     return row

@@ -38,7 +38,7 @@ class Loop(msgspec.Struct, array_like=True):
         size: bytes of their bodies.
         stopped: of these, the ones that were not forwarded because of this loop.
         stopped_size: bytes of their bodies.
-        alias, labels, credentials: see `KnownAs`.
+        alias, labels, credentials, parts: see `KnownAs`.
         agent: the id that the agent has given itself, empty for none; cut to what can be shown.
         strength: of the newest request's evidence, `strong` or `weak`; empty if unknown.
         cause: of the newest episode; see `after_notes`.
@@ -72,6 +72,7 @@ class Loop(msgspec.Struct, array_like=True):
     strength: str = ""
     cause: str = ""
     after: dict[str, int] = {}
+    parts: list[str] = []
 
     @property
     def name(self) -> tuple[str, ...]:

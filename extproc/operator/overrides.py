@@ -42,7 +42,7 @@ from extproc.engine.plan import Plan
 from extproc.errors import BadOrderError, PartlyAwayError, StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.operator.budget_grants import find_credits
+from extproc.operator.budget_grants import concerns, find_credits
 from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.table import write_time
 from extproc.policy.bundle import ALIAS
@@ -95,15 +95,17 @@ class Seen(NamedTuple):
     """The hashes that replicas have reported recently, which is where operators read them.
 
     Attributes:
-        callers: what callers are ordered about by (hashes of all their descriptors together, hashes of their secrets, aliases),
-            and how many callers each stands for.
+        callers: what callers are ordered about by (their names, those of their values, and aliases), and how many callers each
+            stands for.
         sessions: hashes of names.
         fingerprints: of loops.
+        policies: ids of those that have reported any of these, by hash or alias.
     """
 
     callers: Mapping[str, int]
     sessions: Collection[str]
     fingerprints: Collection[str]
+    policies: Mapping[str, Collection[str]] = {}
 
 
 class Serving(Protocol):
@@ -150,38 +152,40 @@ class OverrideService:
         plans = self._service.engine.plans
         override = parse_order(order, who, time(), plans, self._service.key)
         if override.budget:
-            return override, await self._credit(override, who)
+            return await self._credit(override, who)
         if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()  # without asking the store, which has other things to do
         if override.kind == RELEASE:
             await self.refresh()
             override = outlast_kills(override, self.list_standing())
-        seconds = override.ends - override.since
-        await self._store.documents.put(ORDERS, _BOOK, override.name, write_override(override), seconds)
-        _announce("override given", override, who)
-        self.emit(_EVENTS.get(override.kind, "override_given"), override)
-        await self.refresh()
         # The key by which a valid order names its session; empty if it names none, or gives a hash
         session = order.get("session") if isinstance(order, dict) else None
         session_key = next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
         plans = [*plans, *self._service.handed_over.list_plans()]
         hashes = _find_hashes(override.target, session_key)
         seen = await asyncio.to_thread(self.list_seen) if hashes else None
+        override = override._replace(meets=tuple(find_met(override, plans, [value for _, value in hashes], seen)))
+        seconds = override.ends - override.since
+        await self._store.documents.put(ORDERS, _BOOK, override.name, write_override(override), seconds)
+        _announce("override given", override, who)
+        self.emit(_EVENTS.get(override.kind, "override_given"), override)
+        await self.refresh()
         return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen)]
 
-    async def _credit(self, grant: ActiveOverride, who: str) -> list[str]:
-        """Add to the budgets that a grant is about, once; returns what the operator should know."""
+    async def _credit(self, grant: ActiveOverride, who: str) -> tuple[ActiveOverride, list[str]]:
+        """Add to the budgets that a grant is about, once; see `give`."""
         rows = await asyncio.to_thread(self.list_budgets)
         plans = [*self._service.engine.plans, *self._service.handed_over.list_plans()]
         takes, notes = find_credits(grant, rows, plans, time())
+        grant = grant._replace(meets=tuple(sorted({row.policy for row in rows if concerns(grant, row)})))
         await self.refresh()
         if grant.name in self._standing:
-            return ["this grant was given before, and is not added again"]
+            return grant, ["this grant was given before, and is not added again"]
         if len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()
         await self._store.documents.put(ORDERS, _BOOK, grant.name, write_override(grant), grant.ends - grant.since)
         try:
-            answers = self._store.hit(takes)
+            answers = self._store.hit(takes) if takes else []
             if not isinstance(answers, list):
                 await answers
         except PartlyAwayError:  # if it were given again, some would get it twice
@@ -193,7 +197,7 @@ class OverrideService:
         _announce("override given", grant, who)
         self.emit("budget_granted", grant)
         await self.refresh()
-        return notes
+        return grant, notes
 
     async def revoke(self, name: str, who: str) -> bool:
         """End an override before its time; returns whether there was one.
@@ -202,7 +206,7 @@ class OverrideService:
         """
         await self.refresh()
         revoked = self._standing.get(name)
-        if revoked is not None and revoked.budget:
+        if revoked is not None and has_acted(revoked):
             raise BadOrderError(f"{name} has been added to a budget already, and cannot be revoked; it is shown until it ends")
         if not await self._store.documents.drop(ORDERS, _BOOK, name):
             return False
@@ -231,7 +235,7 @@ class OverrideService:
                 self._forget_ended()
                 return
             standing = await asyncio.to_thread(_read_all, found.documents)
-            acting = [override for override in standing.values() if not override.budget]  # the others have acted already
+            acting = [override for override in standing.values() if not has_acted(override)]
             filed = await asyncio.to_thread(Overrides, acting) if acting else None
             self._version, self._standing, self._service.overrides = found.version, standing, filed
 
@@ -243,6 +247,11 @@ class OverrideService:
 
     def _count(self, kind: str) -> float:
         return Counter(override.kind for override in self.list_standing())[kind]
+
+
+def has_acted(override: ActiveOverride) -> bool:
+    """Whether it added to a budget once, so that it has no effect any more."""
+    return bool(override.budget) and not override.raises
 
 
 def _announce(what: str, override: ActiveOverride, who: str) -> None:
@@ -260,7 +269,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
     value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
     `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name),
-    or a `budget` (the name of a rule) and an `amount`. It may have a `key`: orders with the same key are one grant.
+    or a `budget` (the name of a rule) and an `amount`, which is added once, or to the limit for `seconds`. It may have a `key`:
+    orders with the same key are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -270,8 +280,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
     caller = given.get("caller", "")
-    named = {"caller": caller} if isinstance(caller, str) else {"descriptors": _hash_values(caller, plans, key)}
-    target = Target(**named, **{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
+    named = Target(caller) if isinstance(caller, str) else _name_caller(caller, plans, key)
+    target = named._replace(**{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
@@ -279,7 +289,9 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
     words = str(given.get("reason", "")), who[:_MAX_WHO]
     budget = str(given.get("budget", "")), float(given.get("amount", 0))
-    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, given.get("tools", ()), *budget)
+    raises = bool(budget[0]) and "seconds" in given
+    tools = given.get("tools", ())
+    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, tools, *budget, raises=raises)
 
 
 def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
@@ -292,14 +304,19 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
             yield f"caller must be {_CALLER}, not {describe(caller)}{there}"
 
 
-def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey) -> tuple[tuple[str, str], ...]:
-    """Hashes of a caller's descriptors; a secret is first replaced by its own hash, unless that is given."""
-    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for plan in plans for name in plan.list_secrets())}
-    shown = {
-        name: key.hide(extract_secret(text, name)) if name in secrets and not _HASH.fullmatch(text) else text
-        for name, text in values.items()
-    }
-    return tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items()))
+def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey) -> Target:
+    """A caller by its values, of which a single secret is its name; secrets are replaced by their hashes, unless given so."""
+    forms = [form for plan in plans for form in plan.callers.forms]
+    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for form in forms if form.secret for name in (form.descriptor, form.name))}
+    secrets -= {form.descriptor for form in forms if form.start}  # its values begin with the limit key
+    known, shown = {name for plan in plans for name in plan.list_names()}, {}
+    for given, text in values.items():
+        name = given if given in known else given.rpartition(":")[2]  # of a limit key
+        secret = name in secrets and not _HASH.fullmatch(text)
+        shown[name] = key.hide(extract_secret(text, name)) if secret else text
+    if len(shown) == 1 and secrets.issuperset(shown):
+        return Target(caller=next(iter(shown.values())))
+    return Target(descriptors=tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items())))
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
@@ -332,9 +349,9 @@ def _find_budget_misfits(given: Mapping[str, object]) -> Iterator[str]:
     for key in ("caller", "amount"):
         if key not in given:
             yield f"a grant of a budget needs {'a caller' if key == 'caller' else 'an amount'}"
-    for key in (*_AMOUNTS, "tools", "session", "seconds"):
+    for key in (*_AMOUNTS, "tools", "session"):
         if key in given:
-            yield f"{key} cannot be given for a budget, to which an amount is added once"
+            yield f"{key} cannot be given for a budget, which has an amount of its own"
 
 
 def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
@@ -491,8 +508,7 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
     if not meant:
         return [f"no policy {override.policy} is loaded"] if override.policy else ["no policy is loaded"]
-    ends_sessions = override.kind == KILL and target.session != ""
-    limits_alone = override.kind in (KILL, GRANT) and not ends_sessions
+    ends_sessions, limits_alone = _tell_scope(override)
     acting = [plan for plan in meant if plan.limiter is not None] if limits_alone else meant
     if not acting:
         which = f"policy {override.policy} has no" if override.policy else "no policy has"
@@ -519,6 +535,34 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
             "allow the caller for a while instead"
         )
     return said
+
+
+def _tell_scope(override: ActiveOverride) -> tuple[bool, bool]:
+    """Whether an order ends sessions by name, and whether it concerns session limits alone."""
+    ends_sessions = override.kind == KILL and override.target.session != ""
+    return ends_sessions, override.kind in (KILL, GRANT) and not ends_sessions
+
+
+def find_met(override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[str], seen: Seen | None) -> list[str]:
+    """The ids of the policies whose requests an order may concern.
+
+    Only requests tell which policies know a caller or a session by a hash: those that have reported the `hashes` of the order.
+    """
+    ends_sessions, limits_alone = _tell_scope(override)
+    target, met = override.target, []
+    for plan in plans:
+        if override.policy not in ("", plan.id) or (limits_alone and plan.limiter is None):
+            continue
+        fits = {name for name, _ in target.descriptors}.issubset(plan.list_names())
+        if target.session:
+            fits = fits and bool(plan.list_session_keys(limited=limits_alone or ends_sessions))
+        if target.tool:
+            fits = fits and _looks_at_tools(plan)
+        if seen is not None:
+            fits = fits and all(plan.id in seen.policies.get(value, ()) for value in hashes)
+        if fits:
+            met.append(plan.id)
+    return list(dict.fromkeys(met))
 
 
 def _looks_at_tools(plan: Plan) -> bool:
@@ -587,6 +631,8 @@ def write_override(override: ActiveOverride) -> bytes:
         "tools": override.tools,
         "budget": override.budget,
         "amount": override.amount,
+        "meets": override.meets,
+        "raises": override.raises,
     }
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
@@ -603,7 +649,10 @@ def read_override(name: str, document: bytes) -> ActiveOverride:
         tools = tuple([(str(tool), min(max(0, int(calls)), MAX_GRANT.tool_calls)) for tool, calls in found.get("tools", ())])
         since, ends = float(found["since"]), float(found["ends"])
         budget = str(found.get("budget", "")), float(found.get("amount", 0))
-        return ActiveOverride(name, kind, target, policy, since, ends, reason, who, grant, tools, *budget)
+        meets = tuple([str(policy) for policy in found.get("meets", ())])
+        return ActiveOverride(
+            name, kind, target, policy, since, ends, reason, who, grant, tools, *budget, meets, bool(found.get("raises"))
+        )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
@@ -635,6 +684,8 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         "tools": dict(override.tools),
         "budget": override.budget,
         "amount": override.amount,
+        "raises": override.raises,
+        "meets": override.meets,
         "reason": override.reason,
         "who": override.who,
         "since": write_time(override.since),

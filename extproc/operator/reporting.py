@@ -8,7 +8,7 @@ from time import perf_counter, time
 from typing import Final
 
 from extproc.bounded import LRU
-from extproc.budgets.commands import suggest_amount, write_breaker_release, write_budget_grant
+from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import NOTED, Action, Decision, Outcome, Reason
 from extproc.engine.budget_candidates import BudgetCandidate
@@ -484,4 +484,4 @@ def _suggest(row: CallerBudget, subject: BudgetSubject) -> str | None:
     tenant, policy, _, rule, _ = row.name
     if row.is_open:
         return write_breaker_release(tenant, policy) if row.orderable else None
-    return write_budget_grant(tenant, policy, rule, suggest_amount(subject.limit, subject.left, subject.asked))
+    return write_budget_grant(tenant, policy, rule, subject.limit, subject.left, subject.asked)

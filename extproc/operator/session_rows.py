@@ -144,6 +144,7 @@ class SessionRow(msgspec.Struct, array_like=True):
     agents_begun: int = 0
     agents_refused: int = 0
     started_by: str = ""
+    parts: list[str] = []
 
     def absorb(self, other: SessionRow) -> None:
         """Add what another replica knows of the same session."""

@@ -13,7 +13,7 @@ class ShownRow(NamedTuple):
     """What orders may name of a row. Callers' names and values are hashes.
 
     Attributes:
-        callers: hashes of all descriptors together, hashes of secrets, aliases.
+        callers: names of callers and of their values, aliases.
         descriptors: hash of each, by name; empty if unknown.
     """
 
@@ -33,7 +33,8 @@ class OrderIndex:
         self._filed: dict[tuple[str, ...], list[ActiveOverride]] = {}
         for order in orders:
             target = order.target
-            named = (("session", target.session), ("caller", target.caller), *target.descriptors)
+            values = [("caller", value) for _, value in target.descriptors]
+            named = (("session", target.session), ("caller", target.caller), *values)
             more = (("fingerprint", target.fingerprint), ("tool", target.tool))
             key = next((each for each in (*named, *more) if each[1]), ("", ""))
             self._filed.setdefault(key, []).append(order)
@@ -45,7 +46,7 @@ class OrderIndex:
         keys = [
             *(("session", session) for session in about.sessions),
             *(("caller", caller) for caller in about.callers),
-            *about.descriptors.items(),
+            *(("caller", value) for value in about.descriptors.values()),
             *(("fingerprint", fingerprint) for fingerprint in about.fingerprints),
             *(("tool", tool) for tool in about.tools),
         ]
@@ -62,7 +63,7 @@ def concerns(order: ActiveOverride, about: ShownRow) -> bool:
     return (
         (order.policy == ALL_POLICIES or order.policy in about.policies)
         and (not target.caller or target.caller in about.callers)
-        and all(about.descriptors.get(name) == value for name, value in target.descriptors)
+        and all(value in about.callers or about.descriptors.get(name) == value for name, value in target.descriptors)
         and (not target.session or target.session in about.sessions)
         and (not target.fingerprint or target.fingerprint in about.fingerprints)
         and (not target.tool or target.tool in about.tools)

@@ -32,19 +32,21 @@ def write_time(seconds: float) -> str:
 
 
 class KnownAs(NamedTuple):
-    """What is shown with a caller's hash: an alias (empty for none), labels, and hashes of its secrets."""
+    """What is shown with a caller's name: an alias (empty for none), labels, hashes of its secrets, and its values' names."""
 
     alias: str
     labels: list[tuple[str, str]]
     credentials: list[str]
+    parts: list[str]
 
 
-UNKNOWN: Final = KnownAs("", [], [])
+UNKNOWN: Final = KnownAs("", [], [], [])
 
 
 def find_known(candidate: Candidate) -> KnownAs:
     """What is shown with the hash of a request's caller."""
-    return KnownAs(candidate.find_alias(), cut_caller(candidate.labels), candidate.list_credentials())
+    labels, credentials = cut_caller(candidate.labels), candidate.list_credentials()
+    return KnownAs(candidate.find_alias(), labels, credentials, candidate.list_parts())
 
 
 class TableRow(Protocol):

@@ -9,20 +9,112 @@ verdict holds. Only secrets are callers of their own, because no client can show
 Claims that Envoy has verified are tried before secrets, and a request that has one has no other caller.
 
 The number of callers is bounded by the number of places in which APIs have credentials: each place has one.
+
+A caller has one name, a hash, whatever the policy that looks at it. What one descriptor alone identifies has the name of its
+value: a secret its keyed hash, a claim or header the hash of `name=value`. It makes no difference whether the limit key is the
+value's own or one of the alternatives of a `first_of`. Several descriptors together have a hash of all of them, and operators
+may name each of them as well.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
-from extproc.request.http import Descriptor, HttpRequest
+from extproc.request.fingerprint import hash_tenant, join_descriptors
+from extproc.request.http import Descriptor, HttpRequest, name_key
 from extproc.request.secrets import CREDENTIAL, is_secret
 
 Values: TypeAlias = list[tuple[str, str]]
 """Values of descriptors, by name."""
 
 NO_OTHERS: Final[list[Values]] = []
+
+
+class NameForm(NamedTuple):
+    """How the value of a descriptor names a caller.
+
+    Attributes:
+        descriptor: its name.
+        start: what precedes the value itself, in a `first_of`: the limit key and a colon.
+        name: of the value; not that of the `first_of`.
+        secret: the value is a secret's hash.
+    """
+
+    descriptor: str
+    start: str
+    name: str
+    secret: bool
+
+
+class CallerNames:
+    """The names of a policy's callers, or of a rule's.
+
+    Attributes:
+        forms: of secrets, and of the alternatives of each `first_of`.
+    """
+
+    __slots__ = ("forms",)
+
+    def __init__(self, descriptors: Sequence[Descriptor]) -> None:
+        """Compile."""
+        keys = [part.key for descriptor in descriptors for part in descriptor.list_sources()]
+        names = Counter([name_key(key) for key in dict.fromkeys(keys)])
+        self.forms: list[NameForm] = []
+        for descriptor in descriptors:
+            for part in descriptor.list_sources():
+                secret = is_secret(part.key)
+                if descriptor.parts:
+                    name = name_key(part.key)
+                    form = NameForm(descriptor.name, f"{part.key}:", name if names[name] == 1 else part.key, secret)
+                    self.forms.append(form)
+                elif secret:
+                    self.forms.append(NameForm(descriptor.name, "", descriptor.name, secret))
+
+    def split(self, values: Sequence[tuple[str, str]]) -> list[NamedValue]:
+        """The values that identify a caller, each with its own name."""
+        return [self._find(name, value) for name, value in values]
+
+    def _find(self, descriptor: str, value: str) -> NamedValue:
+        for form in self.forms:
+            if form.descriptor == descriptor and value.startswith(form.start):
+                return NamedValue(form.name, value[len(form.start) :], form.secret)
+        return NamedValue(descriptor, value, False)
+
+    def name_caller(self, values: Sequence[tuple[str, str]], joined: str) -> str:
+        """The caller's name, 16 hex digits; `joined` comes from `join_descriptors`."""
+        if not self.forms:
+            return hash_tenant(joined)
+        named: dict[str, NamedValue] = {}
+        for each in self.split(values):
+            named.setdefault(each.hash(), each)
+        if len(named) == 1:
+            return next(iter(named))
+        return hash_tenant(join_descriptors([(each.name, each.value) for each in named.values()]))
+
+    def list_parts(self, values: Sequence[tuple[str, str]]) -> list[str]:
+        """The names of the values that identify a caller together; nothing if there is only one."""
+        if len(values) == 1:
+            return []
+        found = list(dict.fromkeys([each.hash() for each in self.split(values)]))
+        return found if len(found) > 1 else []
+
+    def list_secrets(self, values: Sequence[tuple[str, str]]) -> list[str]:
+        """The hashes of secrets that identify a caller, each once."""
+        return list(dict.fromkeys([each.value for each in self.split(values) if each.secret])) if self.forms else []
+
+
+class NamedValue(NamedTuple):
+    """A value that identifies a caller, by itself or with others; see `NameForm`."""
+
+    name: str
+    value: str
+    secret: bool
+
+    def hash(self) -> str:
+        """The name of a caller that has no other values, 16 hex digits."""
+        return self.value if self.secret else hash_tenant(join_descriptors([(self.name, self.value)]))
 
 
 class Shown:

@@ -304,12 +304,12 @@ def _read_secret(request: HttpRequest, limit_key: str) -> str:
 def compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> tuple[Descriptor, ...]:
     """The descriptors of a policy's limit keys."""
     unique = list(dict.fromkeys(limit_keys))
-    names = Counter([_name_key(key) for key in unique])
+    names = Counter([name_key(key) for key in unique])
     made = [_compile_first(key) if isinstance(key, FirstOf) else compile_plainly(key) for key in unique]
     return tuple(
         [
             descriptor._replace(name=name if names[name] == 1 else descriptor.key)
-            for descriptor, name in zip(made, map(_name_key, unique), strict=True)
+            for descriptor, name in zip(made, map(name_key, unique), strict=True)
         ]
     )
 
@@ -321,7 +321,8 @@ def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
     return Descriptor(key, key, source, key if read is _read_secret else argument, read)
 
 
-def _name_key(key: str | FirstOf) -> str:
+def name_key(key: str | FirstOf) -> str:
+    """The usual name of a limit key's descriptor; see `Descriptor`."""
     if isinstance(key, FirstOf):
         return key.name.lower()
     return key.partition(":")[2].lower() or key

@@ -15,9 +15,10 @@ EXAMPLES = """examples:
   loopguard grant --session 9f2c51a07be3d418 --tool refund=1 --reason 'ticket 4711'
   loopguard grant --session 9f2c51a07be3d418 --agents 5 --depth 1
   loopguard grant --caller x-team=red --budget dollars --amount 20 --reason 'release day'
+  loopguard grant --caller x-team=red --budget dollars --amount 20 --for 1d
 
 Grants add up. Without --session, a grant is for each session of a caller. What is added to a budget is added once,
-up to the whole budget."""
+up to the whole budget. With --for, its limit is raised for that time."""
 
 _LASTS = "1d"
 
@@ -26,6 +27,7 @@ _AMOUNTS = ("steps", "tool_calls", "cost", "agents", "depth", "concurrent_agents
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_order_flags(parser, lasts=_LASTS, sessions=True)
+    parser.set_defaults(duration=None)
     parser.add_argument("--steps", type=int, metavar="N", help="additional requests")
     parser.add_argument("--tool-calls", type=int, metavar="N", help="additional tool calls")
     parser.add_argument("--cost", type=float, metavar="USD", help="additional dollars")
@@ -35,7 +37,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spawns-per-minute", type=int, metavar="N", help="additional agents that may start within a minute")
     text = "additional calls of a tool that has a limit of its own, repeatable"
     parser.add_argument("--tool", action="append", default=[], metavar="NAME=N", dest="tools", type=_read_tool, help=text)
-    parser.add_argument("--budget", metavar="RULE", help="name of a rule: give the caller more of its budget, once")
+    text = "name of a rule: give the caller more of its budget, once, or with --for a higher limit"
+    parser.add_argument("--budget", metavar="RULE", help=text)
     parser.add_argument("--amount", type=float, metavar="N", help="how much more, in the rule's own unit")
 
 
@@ -46,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if all(amount is None for amount in amounts.values()) and not options.tools:
         flags = ", ".join(f"--{name}".replace("_", "-") for name in _AMOUNTS)
         raise UsageError(f"give at least one of {flags} and --tool, or --budget and --amount")
+    options.duration = options.duration or _LASTS
     key = secrets.token_hex(8)  # servers that share a store grant it only once
     return give("grant", options, **amounts, tools=dict(options.tools) or None, key=key)
 
@@ -54,11 +58,10 @@ def _give_budget(options: argparse.Namespace) -> int:
     if options.budget is None or options.amount is None:
         raise UsageError("--budget and --amount belong together")
     given = [name for name in (*_AMOUNTS, "session") if getattr(options, name) is not None]
-    given += ["tool"] * bool(options.tools) + ["for"] * (options.duration != _LASTS)
+    given += ["tool"] * bool(options.tools)
     if given:
         flag = given[0].replace("_", "-")
-        raise UsageError(f"--{flag} does not go with --budget, to which an amount is added once")
-    del options.duration
+        raise UsageError(f"--{flag} does not go with --budget, which has an amount of its own")
     return give("grant", options, budget=options.budget, amount=options.amount, key=secrets.token_hex(8))
 
 

@@ -29,7 +29,7 @@ def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", session
         action="append",
         default=[],
         metavar="NAME=VALUE|HASH",
-        help="a limit key of the caller and its value, as `explain` prints it, repeatable; or its tenant hash from the logs",
+        help="a limit key of the caller and its value, as `explain` prints it, repeatable; or its hash, from a page or a log",
     )
     parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="a session, such as header:x-session-id=abc, or its hash")
     if not sessions:
@@ -66,7 +66,8 @@ def give(kind: str, options: argparse.Namespace, **more: object) -> int:
         given = client.ask("/overrides", method="POST", body=order, headers=headers)
         for note in given.get("notes", []):
             print(escape_controls(f"note: {note}"), file=sys.stderr)
-        print(escape_controls(f"{kind} {given['override']} until {given['ends']}"))
+        met = f"; meets {', '.join(given['meets'])}" if given.get("meets") else ""
+        print(escape_controls(f"{kind} {given['override']} until {given['ends']}{met}"))
     return 0
 
 
@@ -81,8 +82,8 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         *flags, last = [f"--{name}" for name in about]
         raise UsageError(f"give a target: {', '.join(flags)} or {last}")
     order = {"kind": kind, **about, "policy": options.policy, "reason": options.reason}
-    if "duration" in options:
-        order["seconds"] = read_duration(options.duration)
+    if duration := getattr(options, "duration", None):
+        order["seconds"] = read_duration(duration)
     return {key: value for key, value in order.items() if value}
 
 
@@ -104,14 +105,15 @@ def make_headers(options: argparse.Namespace) -> dict[str, str]:
     except (KeyError, OSError):  # a container's user may have no name
         user = str(os.getuid())
     headers = {_OPERATOR_HEADER: f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()}
-    path = options.token_file or os.environ.get(f"{ENV_PREFIX}ADMIN_TOKEN_FILE", "")
+    variable = f"{ENV_PREFIX}ADMIN_TOKEN_FILE"
+    path, origin = options.token_file or os.environ.get(variable, ""), "--token-file" if options.token_file else variable
     if path:
         try:
             tokens = Path(path).read_text().split()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--token-file {path}: cannot be read: {error}") from None
+            raise UsageError(f"{origin} {path}: cannot be read: {error}") from None
         if not tokens:
-            raise UsageError(f"--token-file {path}: it contains no token")
+            raise UsageError(f"{origin} {path}: it contains no token")
         headers["authorization"] = f"Bearer {tokens[0]}"
     return headers
 

@@ -55,6 +55,7 @@ def describe(override: Mapping[str, Any]) -> str:
     about = [f"{name} {_join(override[name])}" for name in _ABOUT if override.get(name)]
     about += list_amounts(override)
     policy = f"in {override['policy']}" if override.get("policy") else "in all policies"
+    policy += f" (met {', '.join(override['meets'])})" if override.get("meets") and not override.get("policy") else ""
     said = [f"by {override['who']}" if override.get("who") else "", override.get("reason", "")]
     words = ": ".join(word for word in said if word)
     return f"{override['override']}  {override['kind']:<7}  {', '.join(about)}  {policy}  until {override['ends']}  {words}"
@@ -72,6 +73,8 @@ def write_order(order: Mapping[str, Any]) -> str:
 def list_amounts(override: Mapping[str, Any]) -> list[str]:
     """What a grant adds, in words."""
     amounts = [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]
+    if rule := override.get("budget"):
+        amounts.append(f"+{override['amount']:.9g} {'to the limit of' if override.get('raises') else 'of'} {rule}")
     calls = override.get("tools", {})
     return amounts + [f"+{number} {'call' if number == 1 else 'calls'} of {tool}" for tool, number in calls.items()]
 

@@ -151,7 +151,8 @@ def write_budgets(budgets: list[BudgetCandidate], calls: str) -> bytes:
         return write_entries([write_text(SESSIONS, calls)]) if calls else b""
     limit, taken = reserved.limit, reserved.taken
     left, seconds = taken.left // limit.units, -(-taken.reset_ms // _MS_PER_SECOND)
-    if calls or tokens is not None or taken.here is not None or not 0 <= seconds < _LONGEST:
+    own = taken.here is not None or reserved.take.limit != limit.limit  # a replica's share, or a limit that an order raises
+    if calls or tokens is not None or own or not 0 <= seconds < _LONGEST:
         return _write_numbers(policy, reserved, left, seconds, calls, tokens)
     numbers = left * _LONGEST + seconds
     told = limit.answers.get(numbers)
@@ -165,13 +166,13 @@ def _write_numbers(  # noqa: PLR0913  # all that is told
     policy: str, reserved: Reservation, left: int, seconds: int, calls: str, tokens: Reservation | None
 ) -> bytes:
     """See `write_budgets`."""
-    limit, shared = reserved.limit, reserved.taken is not None and reserved.taken.here is not None
+    limit, shared = reserved.limit, reserved.take.limit == reserved.limit.limit
     written, time = _write_number(left), _write_number(seconds)
     known = len(written) * _DIGITS + len(time)
     form = limit.forms.get(known)
-    if shared or not isinstance(form, _BudgetForm):
+    if not shared or not isinstance(form, _BudgetForm):
         form = _BudgetForm(policy, reserved, len(written), len(time))
-        if not shared:  # else the limit is a replica's share
+        if shared:  # else the limit is a replica's share, or one that an order raises
             limit.forms[known] = form
     if calls or tokens is not None:
         told = [form.first, written, form.second, time, form.third, written, _TIME, time]

@@ -18,6 +18,7 @@ from extproc.operator.admin.reports import (
     TablePages,
     describe_known,
     describe_view,
+    list_names,
     read_selection,
     select,
     write_time,
@@ -137,8 +138,8 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
         "last_seen": write_time(row.last),
         "orders": [describe_override(order) for order in orders.find(_make_shown_row(row))],
     }
-    lacks = row.asked / row.units
-    return {**described, "commands": suggest_for_budget(described, lacks=lacks, orderable=row.orderable)}
+    asked = row.asked / row.units
+    return {**described, "commands": suggest_for_budget(described, asked=asked, orderable=row.orderable)}
 
 
 def _convert(amount: int, row: BudgetRow) -> float:
@@ -149,5 +150,4 @@ def _convert(amount: int, row: BudgetRow) -> float:
 
 def _make_shown_row(row: BudgetRow) -> ShownRow:
     """What orders may name of a budget's caller."""
-    callers = {row.tenant, *row.credentials, *([row.alias] if row.alias else [])}
-    return ShownRow({row.policy}, callers, dict(row.hashes), budgets={row.rule})
+    return ShownRow({row.policy}, list_names(row), dict(row.hashes), budgets={row.rule})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from extproc.errors import LoopguardError, UsageError
-from extproc.settings import ENV_PREFIX, parse_address
+from extproc.settings import ENV_PREFIX, find_unknown, parse_address
 
 if TYPE_CHECKING:
     import httpx
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 _SECONDS = 10.0
 _DEFAULT = "http://127.0.0.1:9900"
 _FLAG = "--admin"
+_ADMIN, _SOCKET = f"{ENV_PREFIX}ADMIN", f"{ENV_PREFIX}ADMIN_SOCKET"
+_WANTED = "http://HOST:PORT or unix:/PATH"
+_MISSPELT = re.compile(f"{_ADMIN}(?!_SERVICE_|_PORT)")  # but not those of a Service of Kubernetes
 
 
 def add_admin_flag(parser: argparse.ArgumentParser) -> None:
@@ -25,26 +29,36 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
         "--admin",
         action="append",
         metavar="URL|unix:/PATH",
-        help=f"admin port or socket of a running server; repeatable (default: LOOPGUARD_ADMIN_SOCKET or"
-        f" LOOPGUARD_ADMIN, else {_DEFAULT})",
+        help=f"admin port or socket of a running server; repeatable (default: {_SOCKET} or {_ADMIN}, else {_DEFAULT})",
     )
 
 
 def open_clients(admin: Sequence[str] | None, flag: str = _FLAG) -> list[AdminClient]:
     """A client for each server on a command line, or for this machine's; raises UsageError if an address is malformed."""
-    return [AdminClient(text, flag) for text in admin or [find_admin(os.environ)]]
+    return [AdminClient(text, flag) for text in admin] if admin else [AdminClient(*find_admin(os.environ))]
 
 
-def find_admin(environ: Mapping[str, str]) -> str:
-    """The address of this machine's admin port, according to the environment."""
-    if path := environ.get(f"{ENV_PREFIX}ADMIN_SOCKET"):
-        return f"unix:{path}"
+def find_admin(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The address of the server that the environment names, and the variable; else this machine's default, and the flag.
+
+    An order must not go to another server than its operator means. So a value that is neither a URL nor an address, and a
+    variable that may be misspelt, raise UsageError.
+    """
+    if path := environ.get(_SOCKET):
+        return path if path.startswith("unix:") else f"unix:{path}", _SOCKET
+    text = environ.get(_ADMIN, "")
+    if not text:
+        if misspelt := [warning for warning in find_unknown(environ) if _MISSPELT.match(warning)]:
+            raise UsageError(misspelt[0])
+        return _DEFAULT, _FLAG
+    if "://" in text or text.startswith("unix:"):
+        return text, _ADMIN
     try:
-        address = parse_address(environ.get(f"{ENV_PREFIX}ADMIN", ""))
+        address = parse_address(text)
     except ValueError:
-        return _DEFAULT
+        raise UsageError(f"{_ADMIN} must be {_WANTED} or HOST:PORT, not {text!r}") from None
     host = "127.0.0.1" if address.host in ("::", "0.0.0.0") else address.host  # noqa: S104  # recognised, not bound
-    return f"http://[{host}]:{address.port}" if ":" in host else f"http://{host}:{address.port}"
+    return f"http://[{host}]:{address.port}" if ":" in host else f"http://{host}:{address.port}", _ADMIN
 
 
 class AdminClient:
@@ -65,7 +79,7 @@ class AdminClient:
         except (httpx.InvalidURL, ValueError):
             fits = False
         if not fits:
-            raise UsageError(f"{flag} must be http://HOST:PORT or unix:/PATH, not {url!r}")
+            raise UsageError(f"{flag} must be {_WANTED}, not {url!r}")
         # Authorities are read for https alone, which takes 30 ms. Proxies in the environment are for other servers, and
         # ~/.netrc does not apply here.
         transport = httpx.HTTPTransport(verify=parsed.scheme == "https", trust_env=False, uds=path)

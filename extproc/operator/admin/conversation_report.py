@@ -115,6 +115,7 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "caller": row.tenant,
         "conversation": row.conversation,
         "session": row.session or None,
+        "names": list(dict.fromkeys([row.tenant, *(name for loop in loops for name in loop["names"])])),
         "alias": _find(loops, "alias"),
         "labels": _find(loops, "labels"),
         "credentials": newest.get("credentials", []),
@@ -177,11 +178,10 @@ def _find(loops: Sequence[Mapping[str, Any]], name: str) -> Any:  # noqa: ANN401
 
 def _make_shown_row(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) -> ShownRow:
     """What orders may name of a conversation."""
-    aliases = [loop["alias"] for loop in loops if loop["alias"]]
-    secrets = [secret for loop in loops for secret in loop["credentials"]]
+    names = [name for loop in loops for name in loop["names"]]
     return ShownRow(
         {name[0] for name in row.loops},
-        {row.tenant, *(name[3] for name in row.loops), *aliases, *secrets},
+        {row.tenant, *(name[3] for name in row.loops), *names},
         dict(row.descriptors),
         {session for session in (row.session, row.conversation, *(loop["session"] for loop in loops)) if session},
         {loop["fingerprint"] for loop in loops},

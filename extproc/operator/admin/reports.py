@@ -32,8 +32,8 @@ class Selection(NamedTuple):
     """The requested part of a table.
 
     Attributes:
-        caller: select callers by the start of their hash, their alias, a label, a credential's hash or, if values are shown,
-            one of their values or `NAME=VALUE`.
+        caller: select callers by the start of their name, the name of one of their values, their alias, a label or, if values
+            are shown, one of their values or `NAME=VALUE`.
         sort: one of the table's orders; empty for the first.
     """
 
@@ -88,13 +88,23 @@ def matches(row: Mapping[str, Any], selection: Selection) -> bool:
         return False
     shown, chosen = row["descriptors"] or {}, selection.caller
     pairs = [f"{name}={value}" for name, value in shown.items()]
-    known = [row["alias"], *row["credentials"], *(row["labels"] or {}).values()]
+    known = [row["alias"], *row["names"], *(row["labels"] or {}).values()]
     return row["caller"].startswith(chosen) or chosen in (*known, *shown.values(), *pairs, ", ".join(pairs))
 
 
 def describe_known(row: Loop | SessionRow | BudgetRow) -> dict[str, Any]:
-    """The values beside the hash of a row's caller."""
-    return {"alias": row.alias or None, "labels": dict(row.labels) or None, "credentials": row.credentials}
+    """What is beside the name of a row's caller; `names` are all by which orders and pages know it, with the alias."""
+    return {
+        "names": list_names(row),
+        "alias": row.alias or None,
+        "labels": dict(row.labels) or None,
+        "credentials": row.credentials,
+    }
+
+
+def list_names(row: Loop | SessionRow | BudgetRow) -> list[str]:
+    """All names by which orders may refer to the caller of a row; its own comes first."""
+    return [row.tenant, *row.parts, *([row.alias] if row.alias else [])]
 
 
 def describe_view(view: View[Any], now: float) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from extproc.budgets.commands import suggest_amount, write_breaker_release, write_budget_grant
+from extproc.budgets.commands import SOME_REQUESTS, round_up, write_breaker_release, write_budget_grant
 from extproc.budgets.guard import BREAKER_BUDGET
 from extproc.engine.orders import BLOCK, KILL
 from extproc.operator.admin.row_states import is_healthy
-from extproc.sessions.limits import write_grant
+from extproc.sessions.limits import MAX_COST, MAX_STEPS, MAX_TOOL_CALLS, write_grant
 
-_GRANTS = {"max_steps": "--steps 20", "max_tool_calls": "--tool-calls 20", "max_cost_per_session": "--cost 5"}
+_GRANTS = {MAX_STEPS: ("--steps", 20), MAX_TOOL_CALLS: ("--tool-calls", 20), MAX_COST: ("--cost", 5)}
+"""The flags, and usual amounts."""
 _SHORT, _LONG = "--for 30m", "--for 2h"
 
 
@@ -52,16 +53,17 @@ def suggest_for_order(order: Mapping[str, Any]) -> dict[str, str]:
     return _suggest_revoking([order])
 
 
-def suggest_for_budget(row: Mapping[str, Any], *, lacks: float, orderable: bool) -> dict[str, str]:
+def suggest_for_budget(row: Mapping[str, Any], *, asked: float, orderable: bool) -> dict[str, str]:
     """What may be done about a caller's budget: more of it, or the release of its circuit breaker.
 
-    `lacks` is what the last refused request asked for; `orderable` as in `BudgetRow`.
+    `asked` is what the last refused request asked for, else 0; `orderable` as in `BudgetRow`.
     """
     whole, left = float(row["limit"]), float(row["left"])
+    asked = asked or max(0.0, float(row["used"])) / max(1, row["requests"])
     if row["open"]:
         free = write_breaker_release(row["caller"], row["policy"]) if orderable else ""
     elif row["budget"] != BREAKER_BUDGET and not is_healthy(row):
-        free = write_budget_grant(row["caller"], row["policy"], row["rule"], suggest_amount(whole, left, min(lacks, whole)))
+        free = write_budget_grant(row["caller"], row["policy"], row["rule"], whole, left, asked)
     else:
         free = ""
     return {**({"free": free} if free else {}), **_suggest_revoking(row["orders"])}
@@ -82,19 +84,22 @@ def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str
 
 
 def _suggest_more(row: Mapping[str, Any], session: str) -> str:
-    """The grant that the refusal itself names, or one of a usual amount; a release where no grant helps."""
+    """The grant that the refusal itself names, or one that is enough for some requests; a release where no grant helps."""
     refused = row["refused"]
     about = {"caller": row["caller"], "session": session}
-    amount = _GRANTS.get(refused["limit"], "")
-    if amount:
-        return _write("grant", amount, **about)
+    if refused["limit"] in _GRANTS:
+        flag, usual = _GRANTS[refused["limit"]]
+        over, most = max(0, refused["used"] - refused["allowed"]), usual
+        if flag == "--cost":
+            most = max(usual, SOME_REQUESTS * row["actual_cost"] / max(1, row["total_step_count"]))
+        return _write("grant", f"{flag} {round_up(over + most) if over or most > usual else usual:.9g}", **about)
     asked = refused["limit"], refused["tool"] or "", refused["used"], refused["allowed"]
     grant = write_grant(session, row["caller"], *asked) if session else ""
     return grant or _write("release", **about)
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    kept = [order for order in orders if "budget" not in order]  # what was added to a budget cannot be revoked
+    kept = [order for order in orders if "budget" not in order or order.get("raises")]  # what was added cannot be revoked
     return {"revoke": _revoke(kept[0])} if kept else {}
 
 

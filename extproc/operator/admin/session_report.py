@@ -24,6 +24,7 @@ from extproc.operator.admin.reports import (
     TablePages,
     describe_known,
     describe_view,
+    list_names,
     read_selection,
     select,
     write_time,
@@ -202,8 +203,7 @@ def _describe_explosion(session: dict[str, Any]) -> dict[str, Any]:
 def _make_shown_row(row: SessionRow) -> ShownRow:
     """What orders may name of a session; callers' values only where they are known here."""
     hashes = {name: hash_descriptor(name, value) for name, value in row.caller}
-    callers = {row.tenant, *row.credentials, *([row.alias] if row.alias else [])}
-    return ShownRow({row.policy}, callers, hashes, {row.session})
+    return ShownRow({row.policy}, list_names(row), hashes, {row.session})
 
 
 def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:

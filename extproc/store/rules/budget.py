@@ -45,6 +45,9 @@ MARKED_MS: Final = 300_000
 LOWEST: Final = -3_000_000_000_000_000
 """A level does not fall below this, so that all sums stay exact in the numbers of Lua."""
 
+MAX_RAISED: Final = 3_000_000_000_000_000
+"""No order raises a limit above this, for the same reason."""
+
 HIGHEST: Final = 4_000_000_000_000_000
 """Nor does what was used rise above this."""
 
@@ -117,6 +120,11 @@ class Take:
         limit = min(self.limit, max(self.limit // replicas, least))
         rate = max(min(1, self.rate), self.rate // replicas)
         return Take(self.key, self.kind, self.amount, limit, rate, self.span, self.offset)
+
+    def raise_limit(self, amount: int) -> Take:
+        """The same for a caller whose limit is higher by this amount for a while."""
+        limit = min(max(self.limit, MAX_RAISED), self.limit + amount)
+        return Take(self.key, self.kind, self.amount, limit, self.rate, self.span, self.offset, self.start, self.marker)
 
     def settle(self, amount: int, start: int, call: str = "") -> Take:
         """The settlement of a take: this much was taken too much. `call` names the take; without it, nothing is remembered."""

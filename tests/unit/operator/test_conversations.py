@@ -352,6 +352,7 @@ def test_a_refused_session_is_granted_what_it_lacks(limit: str, tool: str, used:
     """Where no grant helps, it is released."""
     refused = {"limit": limit, "tool": tool or None, "used": used, "allowed": allowed}
     row: dict[str, Any] = {"caller": "a" * 16, "session": "5" * 16, "killed": None, "refused": refused, "orders": []}
+    row |= {"actual_cost": 1, "total_step_count": 5}
 
     command = suggest_for_session(row, named=True)["free"]
 

@@ -22,7 +22,6 @@ from extproc.operator.events import LoopEvents, SessionEvents
 from extproc.operator.loop_rows import LoopDocument
 from extproc.operator.overrides import Seen, write_override
 from extproc.operator.session_rows import SessionDocument
-from extproc.request.fingerprint import hash_tenant
 from extproc.request.hash_key import PROCESS_KEY
 from extproc.server import _find_seen
 from extproc.sessions.prices import Prices
@@ -38,7 +37,6 @@ from tests.unit.operator.test_overrides import Replicas
 
 SECRET = "sk-secret"
 HIDDEN = PROCESS_KEY.hide(SECRET)
-TENANT = hash_tenant(f"credential={HIDDEN}")
 CALLER = {"first_of": ["credential", "header:x-user-id"], "name": "caller"}
 LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization"]}
 
@@ -57,12 +55,11 @@ def report(service: Service, **selected: str) -> list[dict[str, Any]]:
     return [loop for loop in loops if matches(loop, selection)]
 
 
-@pytest.mark.parametrize("known", [HIDDEN, TENANT], ids=["secret", "caller"])  # hashes of this process
-def test_alias_and_labels_stand_beside_the_hash(known: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_alias_and_labels_stand_beside_the_hash(caplog: pytest.LogCaptureFixture) -> None:
     """In rows, logs, events and commands; callers are chosen by them; the secret is in none, as a label neither."""
     caplog.set_level(logging.WARNING)
     service = make_service(
-        policy("p", ANY, limit_keys=["credential"], **LABELS), policy("other", {"pathExact": "/o"}, aliases={known: "team-a"})
+        policy("p", ANY, limit_keys=["credential"], **LABELS), policy("other", {"pathExact": "/o"}, aliases={HIDDEN: "team-a"})
     )
     send(service, 3)
     events: list[Any] = []
@@ -71,9 +68,9 @@ def test_alias_and_labels_stand_beside_the_hash(known: str, caplog: pytest.LogCa
     labels = {"x-team": "blue", "authorization": HIDDEN}
 
     assert [(shown["alias"], shown["labels"]) for shown in (row, line, event)] == [("team-a", labels)] * 3
-    assert (row["caller"], row["credentials"], row["descriptors"]) == (TENANT, [HIDDEN], None)
+    assert (row["caller"], row["credentials"], row["descriptors"]) == (HIDDEN, [HIDDEN], None)
     assert write_caller(row) == f"team-a (x-team: blue, authorization: {HIDDEN})"
-    chosen = ("team-a", "blue", HIDDEN, TENANT[:5], "team-b")
+    chosen = ("team-a", "blue", HIDDEN, HIDDEN[:5], "team-b")
     assert [len(report(service, caller=name)) for name in chosen] == [1, 1, 1, 1, 0]
     assert SECRET not in f"{row}{line}{event}"
 
@@ -127,12 +124,11 @@ def test_a_client_cannot_take_an_alias() -> None:
     [
         "team-a",
         HIDDEN,
-        TENANT,
         {"credential": HIDDEN},
         {"credential": SECRET},
         {"credential": f"Bearer {SECRET}"},
     ],
-    ids=["alias", "secret's hash", "caller's hash", "credential's hash", "secret", "bearer token"],
+    ids=["alias", "secret's hash", "credential's hash", "secret", "bearer token"],
 )
 def test_operators_name_a_caller_by_what_they_see(caller: object) -> None:
     """By alias, by either hash, and by the secret, which nothing keeps."""
@@ -158,8 +154,7 @@ def test_a_credential_is_blocked_under_every_policy() -> None:
     seen: Seen = _find_seen(*documents)
     one.givers[0].list_seen = lambda: seen
 
-    assert one.give(kind="block", caller=HIDDEN)[1] == [f"this applies to 3 callers, which share {HIDDEN}"]
-    assert one.give(kind="block", caller=TENANT)[1] == []
+    assert one.give(kind="block", caller=HIDDEN)[1] == [f"this applies to 2 callers, which share {HIDDEN}"]
 
 
 def test_an_alias_that_no_policy_has_is_an_error() -> None:
@@ -193,8 +188,8 @@ def test_an_order_names_a_secret_by_its_hash(target: Target, expected: int, more
 
 def test_bad_aliases_and_labels_say_what_would_be_right() -> None:
     """Each at its place."""
-    errors = refused(spec(aliases={"abc": "a", HIDDEN: "a b", TENANT: HIDDEN}, labels=["body:/team", "team"]))
+    errors = refused(spec(aliases={"abc": "a", HIDDEN: "a b", "0" * 16: HIDDEN}, labels=["body:/team", "team"]))
 
     assert sorted(pointer for pointer, _ in plain(errors)) == [
-        f"/spec/aliases/{key}" for key in sorted([TENANT, HIDDEN, "abc"])
+        f"/spec/aliases/{key}" for key in sorted(["0" * 16, HIDDEN, "abc"])
     ] + ["/spec/labels/0", "/spec/labels/1"]

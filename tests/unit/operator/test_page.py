@@ -199,7 +199,7 @@ def test_the_page_shows_budgets() -> None:
         "&lt;b&gt;rate",
         "100 %",
         "2 requests in a burst",
-        "--amount 1<",
+        "--amount 5 --for 1d<",
     ):
         assert shown in text, shown
     assert "<h2>Budgets</h2>" not in without
