@@ -47,6 +47,9 @@ class Reason(str, Enum):
 UNREADABLE: Final = "unreadable"
 """Why a request is not counted if an error in Loopguard keeps it from reading the body."""
 
+MISSING: Final = "missing_descriptor"
+"""Why a request is not counted if it does not tell whose it is."""
+
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "responses_websocket": (426, "it opens a WebSocket for calls that Loopguard could not see"),
     "grpc": (415, "it claims to be gRPC"),
@@ -61,7 +64,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "no_messages": (400, "there is no conversation in its body"),
     "no_history": (400, "the history of its conversation is not in its body"),
     "batch": (400, "its body holds several requests"),
-    "missing_descriptor": (400, "it does not identify its caller"),
+    MISSING: (400, "it does not identify its caller"),
     "unnamed": (400, "it does not name its session"),
     "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),

@@ -203,7 +203,8 @@ class Rule(JsonObject):
 
     Attributes:
         name: the rule's name in metrics, logs and answers; unique in its policy.
-        limit_keys: what tells the callers of this budget apart. A request that lacks one is not counted by the rule.
+        limit_keys: what tells the callers of this budget apart. A request that lacks one is not counted by the rule, unless the
+            policy sets `missing_descriptor`.
         algorithm: `token_bucket` for requests, `token_bucket_llm` for tokens, `cost_based` for costs in a period.
         algorithm_config: the keys of the algorithm.
         reject_status: status of a refusal; `auto`: 429 if waiting helps, else 400.

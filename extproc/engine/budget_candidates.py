@@ -45,6 +45,7 @@ class BudgetCandidate(Candidate):
     Attributes:
         budget: the guard.
         estimate: tokens of the request, as far as a rule depends on them.
+        lacks_caller: a rule does not count the request, because it does not tell who pays.
         reserved: what the request takes from each budget; nothing if it is not counted.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
@@ -59,6 +60,7 @@ class BudgetCandidate(Candidate):
         "_session",
         "budget",
         "estimate",
+        "lacks_caller",
         "model",
         "oversize",
         "reserved",
@@ -69,6 +71,7 @@ class BudgetCandidate(Candidate):
         self.budget: BudgetGuard = budget.guard
         self.reserved: list[Reservation] = []
         self.model = ""
+        self.lacks_caller = False
         self.oversize: BudgetSubject | None = None
         self.needs_body = budget.needs_body
         self._plan = budget
@@ -113,6 +116,8 @@ class BudgetCandidate(Candidate):
             values = self.values if self.plan.tells_apart_as(planned, self.values) else planned.read(request, policy, missing)
             if values is not None:
                 self._chosen.append((planned, values))
+            else:
+                self.lacks_caller = True
         breaker = self._plan.breaker
         if self.budget.breaker is not None and (calls or not self.budget.breaker_rule.cost.measured):
             spender: Values | None = []
@@ -120,13 +125,15 @@ class BudgetCandidate(Candidate):
                 spender = breaker.read(request, policy, missing)
                 if spender is not None:
                     self._chosen.append((breaker, spender))
+                else:
+                    self.lacks_caller = True
             else:
                 self._chosen.append((EVERYONE, []))
         return self.is_needed
 
     def goes_on_without_body(self) -> bool:
         """See `Candidate`; what the body would tell is estimated."""
-        return not any(planned.body for planned, _ in self._chosen)
+        return any(not planned.body for planned, _ in self._chosen)
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
@@ -155,6 +162,8 @@ class BudgetCandidate(Candidate):
             if values is not None:
                 tenant = self.tenant if values is self.values else find_tenant(values)
                 self._reserve(reserved, planned, tenant, estimate, body.scope)
+            else:
+                self.lacks_caller = True
         if self.oversize is None or self.is_allowed:
             self.reserved = reserved
 

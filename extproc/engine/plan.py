@@ -575,12 +575,10 @@ class Plan:
         """The other callers of a request that shows several credentials, given the first one's values; see `callers`."""
         return list_others(self._shown, request, values)
 
-    def check_head(self, request: HttpRequest) -> None:
+    def check_bypass(self, request: HttpRequest) -> None:
         """Raise NotCounted for a request that the policy never counts, from any caller."""
         if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
             raise NotCounted(BYPASS)
-        if is_too_long(request.target, request.query):
-            raise NotCounted("target_too_long")
 
     def list_values(self, request: HttpRequest) -> list[tuple[str, str]]:
         """Those of the caller's descriptors in the head that the request has, by name."""
