@@ -8,7 +8,8 @@ from typing import Final
 
 from msgspec import json
 
-from extproc.apis import asks_model, find_longest_answer, open_conversation
+from extproc.apis import asks_model, list_longest_answers, read_options
+from extproc.apis.conversation import Options
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.budgets.costs import Estimate, estimate_prompt
 from extproc.budgets.guard import (
@@ -34,7 +35,6 @@ from extproc.store.rules.budget import Take
 BUDGETS: Final = "budgets"
 """Key in metadata: what a request has reserved."""
 
-_LONGEST_ANSWER: Final = 10_000_000
 _MOST_DIGITS: Final = 12
 _encode: Final = json.Encoder().encode
 
@@ -178,7 +178,7 @@ class BudgetCandidate(Candidate):
         breaker, estimate = self.budget.breaker, plain
         if self._session:
             prompt = self.budget.anchors.correct(f"{renewed}:{self._session}", plain.prompt)
-            estimate = Estimate(prompt, plain.answer, plain.model)
+            estimate = Estimate(prompt, plain.answer, plain.model, plain.copies)
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
                 amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)
@@ -204,21 +204,20 @@ class BudgetCandidate(Candidate):
         """The tokens of the request, if a rule depends on them."""
         if not self.budget.needs_body:
             return _NO_TOKENS
-        size, answer, named = body.sums.length, 0, ""
+        size, options = body.sums.length, Options(0, 1, "")
         if not size:
             told = self._request.read_header("content-length")
             size = int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
         if document is not None:
             try:
-                conversation = open_conversation(document)
-                answer, named = min(find_longest_answer(conversation), _LONGEST_ANSWER), conversation.model
+                options = read_options(document, list_longest_answers(self._request.path))
             except NotCounted:
                 document = None
         prompt = estimate_prompt(document, size)
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self._request))
-        self.model = cut_text(find_model(self._request.path, named), LONGEST_MODEL)
-        return Estimate(prompt, answer, self.model)
+        self.model = cut_text(find_model(self._request.path, options.model), LONGEST_MODEL)
+        return Estimate(prompt, options.longest, self.model, options.copies)
 
     def name_request(self) -> None:
         """See `Candidate`; worked out on demand."""
@@ -263,6 +262,8 @@ class BudgetCandidate(Candidate):
             return ""
         described: dict[str, object] = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
         described["call"] = CALLS.name().hex()
+        if self.estimate.answer and list_longest_answers(self._request.path):
+            described["most"] = self.estimate.answer * self.estimate.copies
         if self._session and self.estimate.prompt:
             described["session"], described["prompt"] = self._session, self.estimate.prompt
         return _encode(described).decode()

@@ -536,9 +536,13 @@ class Evaluation:
 
     @property
     def asks_usage(self) -> bool:
-        """Whether a session's policy asks for the usage of streams, and the request's API has a switch for that."""
-        asking = any(session.limiter.asks_usage for session in self.enforcing.sessions)
-        return asking and find_usage_request(self.request.path) is not None
+        """Whether a policy asks for the usage of streams, and the request's API has a switch for that."""
+        return len(self.list_asking()) > 0 and find_usage_request(self.request.path) is not None
+
+    def list_asking(self) -> list[Plan]:
+        """The policies that ask for the usage of streams."""
+        asking = [session.plan for session in self.enforcing.sessions if session.limiter.asks_usage]
+        return asking + [each.plan for each in self.enforcing.budgets if each.budget.asks_usage and each.reserved]
 
     @property
     def needs_body(self) -> bool:
@@ -575,7 +579,7 @@ class Evaluation:
         if group.budgets:
             self.budgets = [*self.enforcing.budgets, *self.shadow.budgets] if self.budgets else group.budgets
             self.settles = self.settles or budget.guard.needs_body
-        if budget.needs_body or budget.guard.steers:
+        if budget.needs_body or budget.guard.steers or budget.guard.asks_usage:
             self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
 
     def apply_overrides(self, standing: Overrides, now: float) -> None:

@@ -509,7 +509,7 @@ class Plan:
         if budget.needs_body:
             self.needs_body = True
             looking.append(INSPECT_BYTES)
-        if budget.guard.steers and not self.shadow:
+        if (budget.guard.steers or budget.guard.asks_usage) and not self.shadow:
             looking.append(INSPECT_BYTES)
             steering.append(INSPECT_BYTES)
 

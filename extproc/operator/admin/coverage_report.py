@@ -21,6 +21,7 @@ from extproc.operator.admin.reports import describe_view, write_time
 from extproc.operator.board import Board, View
 from extproc.operator.coverage import BY_DESIGN
 from extproc.operator.coverage_rows import (
+    ABSURD,
     COUNTED,
     DROPPED,
     EVICTED,
@@ -310,6 +311,9 @@ def _find_losses(document: CoverageDocument) -> list[dict[str, Any]]:
         text = f"the memory store was full, and dropped {number:,} entries that still counted"
         change = "`serve --store memory://?max_entries=N` with a larger number, or `serve --store redis://HOST:6379`"
         found.append(_describe(PROBLEM, "evicted", text, change))
+    if number := lost.get(ABSURD, 0):
+        text = f"{number:,} responses report more tokens than any model can use; they are charged by their size"
+        found.append(_describe(PROBLEM, "absurd_usage", text, "mend what the upstream reports, or ask who operates it"))
     return found
 
 
