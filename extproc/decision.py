@@ -47,6 +47,12 @@ class Reason(str, Enum):
 UNREADABLE: Final = "unreadable"
 """Why a request is not counted if an error in Loopguard keeps it from reading the body."""
 
+_SPEAKS: Final = {Reason.LOOP_DETECTED: 2, Reason.SESSION_LIMIT_EXCEEDED: 1}
+"""The rank of reasons of equal actions."""
+
+MISSING: Final = "missing_descriptor"
+"""Why a request is not counted if it does not tell whose it is."""
+
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "responses_websocket": (426, "it opens a WebSocket for calls that Loopguard could not see"),
     "grpc": (415, "it claims to be gRPC"),
@@ -61,7 +67,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "no_messages": (400, "there is no conversation in its body"),
     "no_history": (400, "the history of its conversation is not in its body"),
     "batch": (400, "its body holds several requests"),
-    "missing_descriptor": (400, "it does not identify its caller"),
+    MISSING: (400, "it does not identify its caller"),
     "unnamed": (400, "it does not name its session"),
     "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),
@@ -300,9 +306,12 @@ class Outcome:
         tool = getattr(self.subject, "tool", "")  # of a call over HTTP
         return [tool] if tool else []
 
-    def strictness(self) -> tuple[int, int]:
-        """Orders outcomes: reject > land > throttle > steer > warn > allow, then the longest delay or Retry-After."""
-        return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
+    def strictness(self) -> tuple[int, int, int]:
+        """Orders outcomes: reject > land > throttle > steer > warn > allow.
+
+        Of equal actions, a loop speaks before a session, and a session before a budget; then the longest delay or Retry-After.
+        """
+        return SEVERITY[self.action], _SPEAKS.get(self.reason, 0), self.delay_ms or self.retry_after or 0
 
     def change_action(self, action: Action) -> Outcome:
         """A copy with another action, without a delay."""

@@ -160,6 +160,8 @@ class Metrics:
         self.budget_estimated = counter("budget_estimated_total", text, *by_rule)
         text = "Takes of refused requests, and settlements, that the store did not take back"
         self.budget_lost = counter("budget_lost_total", text)
+        text = "Responses that report more tokens than any model can use, which are estimated instead"
+        self.absurd_usage = counter("absurd_usage_total", text)
         text = "Replicas with budgets that share the store, as last seen; without it, each enforces its share. 0: not counted"
         self.replicas = gauge("replicas", text)
         text = "Requests from which used-up tools could not be removed"

@@ -38,12 +38,14 @@ for _api in reversed(APIS):
     FINDERS.extend(_api.models.items())
 
 _LONGEST_ANSWERS: Final = dict.fromkeys([place for api in APIS for place in api.longest_answers])
-_SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes], list(_LONGEST_ANSWERS))
+_COPIES: Final = dict.fromkeys([place for api in APIS for place in api.copies])
+_SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes], list(_LONGEST_ANSWERS), list(_COPIES))
 open_conversation: Final = _SHAPES.open_conversation
 find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
 hash_first_words: Final = _SHAPES.hash_first_words
 find_longest_answer: Final = _SHAPES.find_longest_answer
+read_options: Final = _SHAPES.read_options
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
 """Paths at which a body may have a list of messages, oldest first."""
@@ -96,6 +98,7 @@ _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
 _TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]
 _MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
+_AMBIGUOUS: Final = re.compile(r"[;\\#]|%(?:00|23|25|3B|3F|5C)", re.IGNORECASE).search
 _MOST_PATHS: Final = 128  # that are known, because every request of a session asks
 _WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocket]
 
@@ -143,8 +146,11 @@ def find_public_id(path: str, *, exact: bool) -> str:
 
 @lru_cache(_MOST_PATHS)
 def asks_model(path: str) -> bool:
-    """Whether a model may answer requests on this path; false if the API only counts tokens."""
-    return not any(search(path) for search in _MODELLESS)
+    """Whether a model may answer requests on this path; false if the API only counts tokens.
+
+    Of `x:generate;:count`, servers that know path parameters read `x:generate`; what they may read in another way is no count.
+    """
+    return _AMBIGUOUS(path) is not None or not any(search(path) for search in _MODELLESS)
 
 
 @lru_cache(_MOST_PATHS)
@@ -157,6 +163,13 @@ def takes_prefill(path: str) -> bool:
 def find_usage_request(path: str) -> Callable[[Patch, Fields], Changes] | None:
     """See `Endpoint.ask_usage`; of requests on this path."""
     return next((endpoint.ask_usage for search, endpoint in _PATHS if search(path)), None)
+
+
+@lru_cache(_MOST_PATHS)
+def list_longest_answers(path: str) -> frozenset[str]:
+    """See `Api.longest_answers`; of the APIs with such a path, empty if it is unknown."""
+    known = [api for api in APIS if any(re.search(pattern, path) for pattern in api.paths)]
+    return frozenset([place for api in known for place in api.longest_answers])
 
 
 def list_models(model: str) -> list[str]:

@@ -249,6 +249,7 @@ class Api(NamedTuple):
         gateways: a word in the paths under which gateways offer such an API.
         error_marks: a member, as compact JSON, by which a message marks a result as an error.
         longest_answers: where bodies limit the tokens of an answer, as keys joined by dots.
+        copies: where bodies ask for several answers: a number, or a list of prompts.
     """
 
     default: Endpoint | None = None
@@ -274,6 +275,7 @@ class Api(NamedTuple):
     gateways: str = ""
     error_marks: tuple[str, ...] = ()
     longest_answers: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 def make_error(refusal: Refusal) -> dict[str, Any]:

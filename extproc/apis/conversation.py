@@ -22,7 +22,7 @@ from itertools import count
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from msgspec import Raw, Struct, ValidationError, defstruct, json
+from msgspec import MsgspecError, Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 from zlib_ng.zlib_ng import crc32
 
@@ -73,6 +73,11 @@ _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 """Where bodies name a session; see `session_limits`."""
 
 _LONGEST_NOTHING: Final = 8
+MAX_OPTION: Final = 10_000_000
+"""Larger numbers of tokens and of answers count as this, so that sums stay exact."""
+
+_MOST_DIGITS: Final = 400
+_split: Final = json.Decoder(list[Raw]).decode
 _LONGEST_OPTIONS: Final = 4_096
 """Maximum length of an object with options, in bytes; only short ones are read."""
 
@@ -710,20 +715,35 @@ class Conversation:
             return self.shape.message()
 
 
+class Options(NamedTuple):
+    """What a request says about its answer.
+
+    Attributes:
+        longest: number of tokens that it allows; 0 if it does not say.
+        copies: number of answers that it asks for.
+        model: empty for none.
+    """
+
+    longest: int
+    copies: int
+    model: str
+
+
 class Shapes:
     """The shapes of all APIs; one pass over a body looks for all of them."""
 
-    def __init__(self, shapes: Sequence[Shape], longest_answers: Sequence[str]) -> None:
+    def __init__(self, shapes: Sequence[Shape], longest_answers: Sequence[str], copies: Sequence[str]) -> None:
         """Order the shapes: fallbacks are tried last.
 
         Args:
             shapes: the shapes of all APIs.
-            longest_answers: see `Api`; at least two.
+            longest_answers: see `Api`.
+            copies: see `Api`.
         """
         self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
-        self._longest_answers = [place.split(".") for place in longest_answers]
-        options = [keys[0] for keys in self._longest_answers]
-        self._get_options: Any = attrgetter(*options)
+        self._longest_answers = [(place, place.split(".")) for place in longest_answers]
+        self._copies = [place.split(".") for place in copies]
+        options = [keys[0] for _, keys in self._longest_answers] + [keys[0] for keys in self._copies]
         self._body: Any = _make_body(self._shapes, options)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
@@ -767,16 +787,32 @@ class Shapes:
         return self.open_conversation(document).hash_first_words()
 
     def find_longest_answer(self, conversation: Conversation) -> int:
-        """The number of tokens that a request allows for its answer; 0 if it does not say."""
-        for place, found in enumerate(self._get_options(conversation.body)):
-            if found is ABSENT or type(found) is not Raw or len(found) > _LONGEST_OPTIONS:
-                continue
-            keys = self._longest_answers[place]
-            with suppress(NotCounted):  # nested too deeply to be options
-                number = _follow(open_value(found), tuple(keys[1:]))
-                if isinstance(number, int) and number > 0:
-                    return number
-        return 0
+        """The number of tokens that a request allows for its answer, at any of these places; 0 if it does not say."""
+        return max([_read_number(conversation.body, keys) for _, keys in self._longest_answers])
+
+    def read_options(self, document: Document, places: frozenset[str]) -> Options:
+        """What a request says about its answer, also if there is no conversation in it.
+
+        Args:
+            document: its body.
+            places: the only ones at which the length of an answer is read; empty for all that are known.
+
+        Raises:
+            NotCounted: it cannot be read.
+        """
+        try:
+            conversation = self.open_conversation(document)
+            body, model = conversation.body, conversation.model
+        except NotCounted:
+            try:
+                body = decode_json(document.data(), self._decode)
+            except ValidationError:
+                body = self._fill_body(document.value())
+            model = body.model or ""
+        longest = [_read_number(body, keys) for place, keys in self._longest_answers if not places or place in places]
+        copies = [_read_number(body, keys) for keys in self._copies]
+        prompts = [_count_items(getattr(body, keys[0])) for keys in self._copies if len(keys) == 1]
+        return Options(max(longest), max(1, *copies) * max(1, *prompts), model)
 
     def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
         """Where an edited body has its only conversation: a list of messages, or a text instead.
@@ -1138,6 +1174,38 @@ def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
     if not isinstance(value, Raw):
         return bool(value)
     return len(value) > _LONGEST_NOTHING or b"".join(bytes(value).split()) not in {b"", b"null", b"[]", b"{}"}
+
+
+def _read_number(body: Any, keys: Sequence[str]) -> int:  # noqa: ANN401  # a struct that is made at run time
+    """A positive number among the options of a body, as lenient servers read it; 0 for anything else."""
+    found = getattr(body, keys[0])
+    if found is ABSENT or type(found) is not Raw or len(found) > _LONGEST_OPTIONS:
+        return 0
+    try:
+        number = _follow(open_value(found), tuple(keys[1:]))
+        if isinstance(number, Raw):  # with a fraction
+            number = bytes(number).decode()
+        if isinstance(number, str) and len(number) <= _MOST_DIGITS:
+            number = float(number)
+    except (NotCounted, ValueError):  # nested too deeply to be options, or no number
+        return 0
+    return int(min(number, MAX_OPTION)) if isinstance(number, (int, float)) and number > 0 else 0
+
+
+def _count_items(found: object) -> int:
+    """The number of prompts in a list of texts, or of lists of tokens; a list of tokens is one."""
+    if found is ABSENT or not isinstance(found, Raw) or _read_first(found) != b"[":
+        return 0
+    try:
+        items = _split(found)
+    except (MsgspecError, ValueError, RecursionError):
+        return 0
+    return len(items) if items and _read_first(items[0]) in (b'"', b"[") else 0
+
+
+def _read_first(raw: Raw) -> bytes:
+    """The first byte of a value, which says what it is."""
+    return bytes(memoryview(raw)[:1])
 
 
 def _follow(value: Json, path: tuple[str, ...]) -> Json:

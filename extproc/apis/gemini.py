@@ -213,7 +213,7 @@ API = Api(
     paths={
         r":generateContent\Z": Endpoint(write_error, complete),
         r":streamGenerateContent\Z": Endpoint(write_error, complete_in_pieces),
-        r":countTokens\Z": Endpoint(write_error, asks_model=False),
+        r"/[^/:%]+:countTokens\Z": Endpoint(write_error, asks_model=False),
         r":(?:embedContent|batchEmbedContents)\Z": Endpoint(write_error),
     },
     # Of Gemini, of Vertex AI, which also offers Anthropic's models, and of Code Assist.
@@ -263,4 +263,5 @@ API = Api(
     streamed_documents=(":streamGenerateContent",),
     credentials=("header:x-goog-api-key", "query:key"),
     longest_answers=("generationConfig.maxOutputTokens", "generation_config.max_output_tokens"),
+    copies=("generationConfig.candidateCount", "generation_config.candidate_count"),
 )

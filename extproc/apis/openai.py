@@ -324,4 +324,5 @@ API: Final = Api(
     answered_by=("model",),
     credentials=("header:authorization", "header:api-key"),
     longest_answers=("max_completion_tokens", "max_tokens"),
+    copies=("n", "best_of", "prompt"),
 )

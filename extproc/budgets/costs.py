@@ -54,16 +54,18 @@ class Estimate:
 
     Attributes:
         prompt: tokens of the prompt.
-        answer: the most that the client allows for the answer; 0 if it does not say.
+        answer: the most that the client allows for an answer; 0 if it does not say.
         model: the model's name.
+        copies: number of answers that the client asks for.
     """
 
-    __slots__ = ("answer", "model", "prompt")
+    __slots__ = ("answer", "copies", "model", "prompt")
 
-    def __init__(self, prompt: int, answer: int, model: str) -> None:
+    def __init__(self, prompt: int, answer: int, model: str, copies: int = 1) -> None:
         self.prompt = prompt
         self.answer = answer
         self.model = model
+        self.copies = copies
 
 
 class Anchors:

@@ -18,6 +18,7 @@ from extproc.budgets.rule_keys import (
     DOLLARS,
     FIXED,
     HEADER_HINT,
+    INPUT,
     MEASURED,
     REJECT,
     TOKENS,
@@ -163,11 +164,12 @@ class BudgetRule:
         stages: what happens before its budget is used up, latest first.
         hints: clients may give their own estimate of a prompt's tokens.
         refusal: how it refuses.
+        asks_usage: it makes streams report their usage.
     """
 
     __slots__ = (
-        "_answer", "_most_answer", "_most_prompt", "_most_tokens", "cost", "hints", "limits", "name", "quoted", "refusal",
-        "stages",
+        "_answer", "_most_answer", "_most_prompt", "_most_tokens", "asks_usage", "cost", "hints", "limits", "name", "quoted",
+        "refusal", "stages",
     )  # fmt: skip
 
     def __init__(self, rule: Rule) -> None:
@@ -191,6 +193,8 @@ class BudgetRule:
             self._compile_llm(TokenBucketLlm.model_validate(rule.algorithm_config))
         for limit in self.limits:
             limit.set_flat(self.cost.find_flat(limit.units))
+        asked = rule.usage or rule.algorithm_config.get("usage")
+        self.asks_usage = asked is not None and self.cost.measured not in ("", INPUT)
 
     def _compile_cost(self, config: CostBased) -> None:
         rates = make_rates(config.prices, config.unknown_model) if config.cost_key == DOLLARS else None
@@ -252,10 +256,11 @@ class BudgetRule:
         return [self.cost.limit_key] if self.cost.limit_key else []
 
     def find_answer(self, estimate: Estimate) -> int:
-        """The number of tokens to reserve for the answer."""
+        """The number of tokens to reserve for all answers."""
         answer = float(estimate.answer or self._answer)
         if self._most_answer:
             answer = min(answer, self._most_answer)
+        answer *= estimate.copies
         if not estimate.answer and self.cost.measured in ("usage:tokens", "usage:output"):
             room = min([limit.limit // limit.units for limit in self.limits])
             prompt = estimate.prompt if self.cost.measured == TOKENS else 0
@@ -323,6 +328,7 @@ class BudgetGuard:
         rules: its rules, and at the end its fallback.
         breaker: the limit of its circuit breaker; None for none.
         alerts: the line in the log about an open breaker has `alert`.
+        asks_usage: a rule makes streams report their usage.
         needs_body: the cost of a rule depends on the body, and is settled after the response.
         steers: a stage adds a note.
         similarity_name: as of a detector.
@@ -334,6 +340,7 @@ class BudgetGuard:
         "_key",
         "alerts",
         "anchors",
+        "asks_usage",
         "breaker",
         "breaker_rule",
         "mode",
@@ -380,6 +387,7 @@ class BudgetGuard:
                 self.breaker_rule = self.rules[0]
         self.needs_body = any(rule.reads_body for rule in self.rules)
         self.steers = any(rule.steers for rule in self.rules)
+        self.asks_usage = not shadow and any(rule.asks_usage for rule in self.rules)
         self._key = f"{namespace}budget1:{policy}:"
         for rule in self.rules:
             for limit in rule.limits:

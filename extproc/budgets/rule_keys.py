@@ -84,6 +84,7 @@ MatchKey = Annotated[str, AfterValidator(_check_match_key)]
 MatchValue = Annotated[str, BeforeValidator(_write_match_value), WithJsonSchema({"type": ["string", "number", "boolean"]})]
 CostSource = Annotated[str, AfterValidator(_check_source)]
 CostKey = Annotated[str, AfterValidator(_check_cost_key)]
+Asked = Literal["request"]
 RuleName = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_name)]
 
 
@@ -149,6 +150,7 @@ class CostBased(JsonObject):
         staged_actions: what happens from which share of the budget on; the last one rejects at 100.
         prices: prices of models for `usage:dollars`, as in `session_limits`.
         unknown_model: price of other models for `usage:dollars`, as in `session_limits`.
+        usage: the rule's `usage` again; may be omitted.
     """
 
     algorithm: Literal["cost_based"] | None = None
@@ -160,6 +162,7 @@ class CostBased(JsonObject):
     staged_actions: Annotated[list[Stage], Field(min_length=1)]
     prices: dict[Model, Price] = {}
     unknown_model: Price | None = None
+    usage: Asked | None = None
 
 
 class TokenBucketLlm(JsonObject):
@@ -176,6 +179,7 @@ class TokenBucketLlm(JsonObject):
         default_max_completion: tokens reserved for an answer if the request sets no maximum.
         default_max_completion_tokens: ignored; `default_max_completion` is meant.
         token_source: how the tokens of a prompt are estimated.
+        usage: the rule's `usage` again; may be omitted.
     """
 
     algorithm: Literal["token_bucket_llm"] | None = None
@@ -188,6 +192,7 @@ class TokenBucketLlm(JsonObject):
     default_max_completion: Amount = DEFAULT_ANSWER
     default_max_completion_tokens: Any = None
     token_source: TokenSource = TokenSource()
+    usage: Asked | None = None
 
 
 CONFIGS: Final[dict[str, type[TokenBucket | CostBased | TokenBucketLlm]]] = {
@@ -203,11 +208,14 @@ class Rule(JsonObject):
 
     Attributes:
         name: the rule's name in metrics, logs and answers; unique in its policy.
-        limit_keys: what tells the callers of this budget apart. A request that lacks one is not counted by the rule.
+        limit_keys: what tells the callers of this budget apart. A request that lacks one is not counted by the rule, unless the
+            policy sets `missing_descriptor`.
         algorithm: `token_bucket` for requests, `token_bucket_llm` for tokens, `cost_based` for costs in a period.
         algorithm_config: the keys of the algorithm.
         reject_status: status of a refusal; `auto`: 429 if waiting helps, else 400.
         match: limit keys outside the body, and the value that each must have; all must be equal for the rule to apply.
+        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise they pay for
+            their size, four bytes a token. Clients get one more event.
     """
 
     name: RuleName
@@ -216,6 +224,7 @@ class Rule(JsonObject):
     algorithm_config: dict[str, Any]
     reject_status: Status = AUTO
     match: dict[MatchKey, MatchValue] | None = None
+    usage: Asked | None = None
 
     def needs_answers(self) -> bool:
         """Whether what a request costs is known only after the response."""

@@ -8,7 +8,8 @@ from typing import Final
 
 from msgspec import json
 
-from extproc.apis import asks_model, find_longest_answer, open_conversation
+from extproc.apis import asks_model, list_longest_answers, read_options
+from extproc.apis.conversation import Options
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.budgets.costs import Estimate, estimate_prompt
 from extproc.budgets.guard import (
@@ -34,7 +35,6 @@ from extproc.store.rules.budget import Take
 BUDGETS: Final = "budgets"
 """Key in metadata: what a request has reserved."""
 
-_LONGEST_ANSWER: Final = 10_000_000
 _MOST_DIGITS: Final = 12
 _encode: Final = json.Encoder().encode
 
@@ -45,6 +45,7 @@ class BudgetCandidate(Candidate):
     Attributes:
         budget: the guard.
         estimate: tokens of the request, as far as a rule depends on them.
+        lacks_caller: a rule does not count the request, because it does not tell who pays.
         reserved: what the request takes from each budget; nothing if it is not counted.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
@@ -59,6 +60,7 @@ class BudgetCandidate(Candidate):
         "_session",
         "budget",
         "estimate",
+        "lacks_caller",
         "model",
         "oversize",
         "reserved",
@@ -69,6 +71,7 @@ class BudgetCandidate(Candidate):
         self.budget: BudgetGuard = budget.guard
         self.reserved: list[Reservation] = []
         self.model = ""
+        self.lacks_caller = False
         self.oversize: BudgetSubject | None = None
         self.needs_body = budget.needs_body
         self._plan = budget
@@ -113,6 +116,8 @@ class BudgetCandidate(Candidate):
             values = self.values if self.plan.tells_apart_as(planned, self.values) else planned.read(request, policy, missing)
             if values is not None:
                 self._chosen.append((planned, values))
+            else:
+                self.lacks_caller = True
         breaker = self._plan.breaker
         if self.budget.breaker is not None and (calls or not self.budget.breaker_rule.cost.measured):
             spender: Values | None = []
@@ -120,13 +125,15 @@ class BudgetCandidate(Candidate):
                 spender = breaker.read(request, policy, missing)
                 if spender is not None:
                     self._chosen.append((breaker, spender))
+                else:
+                    self.lacks_caller = True
             else:
                 self._chosen.append((EVERYONE, []))
         return self.is_needed
 
     def goes_on_without_body(self) -> bool:
         """See `Candidate`; what the body would tell is estimated."""
-        return not any(planned.body for planned, _ in self._chosen)
+        return any(not planned.body for planned, _ in self._chosen)
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
@@ -155,6 +162,8 @@ class BudgetCandidate(Candidate):
             if values is not None:
                 tenant = self.tenant if values is self.values else planned.name_caller(values)
                 self._reserve(reserved, planned, tenant, estimate, body.scope)
+            else:
+                self.lacks_caller = True
         if self.oversize is None or self.is_allowed:
             self.reserved = reserved
 
@@ -170,7 +179,7 @@ class BudgetCandidate(Candidate):
         breaker, estimate = self.budget.breaker, plain
         if self._session:
             prompt = self.budget.anchors.correct(f"{renewed}:{self._session}", plain.prompt)
-            estimate = Estimate(prompt, plain.answer, plain.model)
+            estimate = Estimate(prompt, plain.answer, plain.model, plain.copies)
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
                 amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)
@@ -199,21 +208,20 @@ class BudgetCandidate(Candidate):
         """The tokens of the request, if a rule depends on them."""
         if not self.budget.needs_body:
             return _NO_TOKENS
-        size, answer, named = body.sums.length, 0, ""
+        size, options = body.sums.length, Options(0, 1, "")
         if not size:
             told = self._request.read_header("content-length")
             size = int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
         if document is not None:
             try:
-                conversation = open_conversation(document)
-                answer, named = min(find_longest_answer(conversation), _LONGEST_ANSWER), conversation.model
+                options = read_options(document, list_longest_answers(self._request.path))
             except NotCounted:
                 document = None
         prompt = estimate_prompt(document, size)
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self._request))
-        self.model = cut_text(find_model(self._request.path, named), LONGEST_MODEL)
-        return Estimate(prompt, answer, self.model)
+        self.model = cut_text(find_model(self._request.path, options.model), LONGEST_MODEL)
+        return Estimate(prompt, options.longest, self.model, options.copies)
 
     def name_request(self) -> None:
         """See `Candidate`; worked out on demand."""
@@ -278,6 +286,8 @@ class BudgetCandidate(Candidate):
             return ""
         described: dict[str, object] = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
         described["call"] = CALLS.name().hex()
+        if self.estimate.answer and list_longest_answers(self._request.path):
+            described["most"] = self.estimate.answer * self.estimate.copies
         if self._session and self.estimate.prompt:
             described["session"], described["prompt"] = self._session, self.estimate.prompt
         return _encode(described).decode()

@@ -29,10 +29,12 @@ class PlannedRule:
         callers: names its callers.
     """
 
-    __slots__ = ("_match", "_never", "body", "callers", "head", "rule", "shown")
+    __slots__ = ("_match", "_missing", "_never", "body", "callers", "head", "rule", "shown")
 
-    def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors) -> None:
+    def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors, missing: str = "") -> None:
+        """Plan; `missing` is the policy's `missing_descriptor`, where it is set: else a rule skips what lacks a key."""
         match = keys.match or {}
+        self._missing = missing
         asked = [*keys.limit_keys, *match]
         self.rule = rule
         self.head = head
@@ -64,16 +66,21 @@ class PlannedRule:
         return self.callers.name_caller(values, join_descriptors(values))
 
     def read(self, request: HttpRequest, policy: str, missing: list[tuple[str, str]]) -> Values | None:
-        """The caller's descriptors in the head; None if one is missing, so that the rule does not apply.
+        """The caller's descriptors in the head; None if the rule cannot count the request for want of others.
 
         Raises:
             NotCounted: one is too long.
         """
         values: Values = []
         for descriptor in self.head:
-            if not _add(values, descriptor, descriptor.read(request, descriptor.argument), policy, missing):
-                return None
-        return values
+            _add(values, descriptor, descriptor.read(request, descriptor.argument), policy, missing)
+        return values if self._is_sufficient(values, len(self.head), may_follow=len(self.body) > 0) else None
+
+    def _is_sufficient(self, values: Values, keys: int, *, may_follow: bool) -> bool:
+        """Whether the values of so many keys tell who pays, by the policy's `missing_descriptor`; others `may_follow`."""
+        if len(values) == keys or self._missing == "share":
+            return True
+        return self._missing == "require_one" and (may_follow or len(values) > 0)
 
     def read_body(
         self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]]
@@ -85,20 +92,18 @@ class PlannedRule:
             found = None
         values = [*values]
         for descriptor, pointer in self.body:
-            if not _add(values, descriptor, find(found, pointer), policy, missing):
-                return None
-        return values
+            _add(values, descriptor, find(found, pointer), policy, missing)
+        return values if self._is_sufficient(values, len(self.head) + len(self.body), may_follow=False) else None
 
 
-def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missing: list[tuple[str, str]]) -> bool:
-    """Add a descriptor's value, or note that it is missing; returns whether it is there."""
+def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missing: list[tuple[str, str]]) -> None:
+    """Add a descriptor's value, or note that it is missing."""
     if len(value) > MAX_DESCRIPTOR:
         raise NotCounted("descriptor_too_long")
-    if not value:
+    if value:
+        values.append((descriptor.name, value))
+    elif (policy, descriptor.key) not in missing:
         missing.append((policy, descriptor.key))
-        return False
-    values.append((descriptor.name, value))
-    return True
 
 
 EVERYONE: Final = PlannedRule(ONE, Rule(name="all", algorithm="token_bucket", algorithm_config={}), (), ())
@@ -123,8 +128,10 @@ class BudgetPlan:
         self.guard = guard
         self._always = False
         keys = spec.list_budget_rules()
+        missing = spec.missing_descriptor if "missing_descriptor" in spec.model_fields_set else ""
         planned = [
-            PlannedRule(rule, own, head, body) for rule, own, (head, body) in zip(guard.rules, keys, descriptors, strict=False)
+            PlannedRule(rule, own, head, body, missing)
+            for rule, own, (head, body) in zip(guard.rules, keys, descriptors, strict=False)
         ]
         self.fallback = planned.pop() if spec.fallback_limit is not None else None
         self.rules = planned
@@ -133,7 +140,7 @@ class BudgetPlan:
         if guard.breaker is not None and len(descriptors) > len(keys):
             owner = next(rule for rule in spec.rules if rule.limit_keys)
             first = owner.model_copy(update={"limit_keys": owner.limit_keys[:1], "match": None})
-            self.breaker = PlannedRule(guard.breaker_rule, first, *descriptors[-1])
+            self.breaker = PlannedRule(guard.breaker_rule, first, *descriptors[-1], missing)
         every = [*planned, self.fallback, self.breaker]
         self.needs_body = guard.needs_body or (guard.steers and not guard.shadow)
         self.needs_body = self.needs_body or any(rule.body for rule in every if rule is not None)

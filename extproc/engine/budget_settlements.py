@@ -56,10 +56,10 @@ def list_budget_settlements(engine: Engine, entry: Entry) -> list[SettledBudget]
             continue
         asked = named.get("model")
         model = entry.model or (asked if isinstance(asked, str) else "")
-        session, prompt = named.get("session"), _read_prompt(named, entry)
+        session, prompt, most = named.get("session"), _read_prompt(named, entry), _read_most(named)
         call = read_call(named.get("call")).hex()
         for place, each in enumerate(reserved[:_MOST]):
-            found = _settle(guard, each, entry, model, f"{call}.{place}" if call else "")
+            found = _settle(guard, each, entry, model, most, f"{call}.{place}" if call else "")
             if found is None:
                 continue
             settled.append(found)
@@ -77,8 +77,14 @@ def _find_guard(engine: Engine, named: dict[str, Any]) -> BudgetGuard | None:
     return plan.budget.guard if plan is not None and plan.budget is not None else None
 
 
-def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str, call: str) -> SettledBudget | None:
-    """One settlement; None if another program wrote the metadata, or the rule does not exist any more."""
+def _settle(  # noqa: PLR0913  # everything that decides
+    guard: BudgetGuard, reserved: object, entry: Entry, model: str, most: int, call: str
+) -> SettledBudget | None:
+    """One settlement; None if another program wrote the metadata, or the rule does not exist any more.
+
+    A stream that does not report its output is charged for as many tokens as its bytes can be, and not for more than the
+    request allowed. If the answer was cut off, or is not to be believed, the reservation is the least that is charged.
+    """
     if not isinstance(reserved, list) or len(reserved) != _FIELDS:
         return None
     rule, suffix, key, amount, start = reserved
@@ -94,7 +100,12 @@ def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str, call
     if not owner.cost.measured:
         take = limit.make_take(key, amount).settle(amount if free else 0, start, call)
         return SettledBudget(take, guard.policy, guard.mode, owner.name, 0, 0)
-    used = 0 if free else owner.cost.measure(entry.usage, model, limit.units)
+    usage = entry.usage
+    if entry.most_output > usage.output:
+        usage = usage._replace(output=min(entry.most_output, max(most, usage.output)) if most else entry.most_output)
+    used = 0 if free else owner.cost.measure(usage, model, limit.units)
+    if (entry.cut or entry.absurd) and not free:
+        used = max(used, amount)
     take = limit.make_take(key, amount).settle(amount - used, start, call)
     return SettledBudget(take, guard.policy, guard.mode, owner.name, used / limit.units, amount / limit.units)
 
@@ -104,6 +115,12 @@ def _read_prompt(named: dict[str, Any], entry: Entry) -> int:
     prompt = named.get("prompt")
     counted = not (entry.refused or entry.unsent or entry.estimated) and entry.usage.prompt > 0
     return prompt if counted and _is_whole(prompt) and isinstance(prompt, int) else 0
+
+
+def _read_most(named: dict[str, Any]) -> int:
+    """The most tokens that the request allowed for its answer; 0 if that is unknown."""
+    most = named.get("most")
+    return most if _is_whole(most) and isinstance(most, int) else 0
 
 
 def _is_whole(value: object) -> bool:

@@ -21,6 +21,7 @@ from extproc.policy.bundle import SHADOW, normalize_host
 from extproc.policy.loader import PolicySet, Source
 from extproc.policy.outline import Outline, SlimSelector
 from extproc.policy.pairings import find_pairings
+from extproc.request.fingerprint import drop_parameters
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest
 
@@ -109,13 +110,18 @@ class Engine:
         return [*self.plans, *self._index.list_parts(), *self._switches.list_parts()]
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
-        """The policies whose selectors match the request, in bundle order.
+        """The policies whose selectors match the request, in bundle order, with or without the parameters of its path.
 
         The method of a request that opens a WebSocket for model calls is ignored: it is GET, but the calls would be POSTs.
         """
         route = request.facts.route() if self._index.uses_routes else ""
-        method = None if request.opens_responses else request.method
-        return self._index.match(method, request.authority, request.path, route)
+        method, path = None if request.opens_responses else request.method, request.path
+        found = self._index.match(method, request.authority, path, route)
+        if ";" in path or "%3B" in path:
+            others = self._index.match(method, request.authority, drop_parameters(path), route)
+            every = [*found, *[plan for plan in others if plan not in found]]
+            return sorted(every, key=lambda plan: self._places[plan.id])
+        return found
 
     def find_plan(self, policy: str) -> Plan | None:
         """The enabled policy with this id; None for none."""

@@ -18,7 +18,7 @@ from msgspec import json
 from extproc.apis import LIST_PATHS, asks_model, find_usage_request, hash_first_words, open_conversation, takes_prefill
 from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
-from extproc.decision import CHOSEN_BY_CLIENTS, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
+from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
 from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.own_answers import leave_out_answers
 from extproc.engine.budget_candidates import BudgetCandidate
@@ -192,7 +192,7 @@ class CandidateGroup:
         """Make the plan's budgets a candidate, if a rule applies to the request, or note why not; `last` is as for `admit`."""
         try:
             if last is None or last.plan is not plan:  # else it has been checked
-                plan.check_head(request)
+                plan.check_bypass(request)
             if last is not None and plan.reads_like(last.plan, last.values):
                 values, joined = last.values, last.caller
             else:
@@ -200,6 +200,7 @@ class CandidateGroup:
                 joined = join_descriptors(values)
             candidate = BudgetCandidate(plan, budget, values, joined, request)
             if not candidate.choose(self.missing):
+                self.note_unpaid(candidate)
                 return
             candidate.labels = plan.read_labels(request) if plan.labels else NO_LABELS
         except NotCounted as why:
@@ -275,6 +276,11 @@ class CandidateGroup:
         self.candidates = able
         if body.changing:
             self.changing, body.changing = body.changing, NOT_CHANGING
+
+    def note_unpaid(self, budget: BudgetCandidate) -> None:
+        """Note if a rule does not count a request, because it does not tell who pays."""
+        if budget.lacks_caller:
+            self._leave_out(budget.plan, BUDGET, MISSING, allowed=budget.is_allowed)
 
     def list_pushes(self) -> list[AnyPush]:
         """The values that the store has to keep before anything is counted."""
@@ -530,9 +536,13 @@ class Evaluation:
 
     @property
     def asks_usage(self) -> bool:
-        """Whether a session's policy asks for the usage of streams, and the request's API has a switch for that."""
-        asking = any(session.limiter.asks_usage for session in self.enforcing.sessions)
-        return asking and find_usage_request(self.request.path) is not None
+        """Whether a policy asks for the usage of streams, and the request's API has a switch for that."""
+        return len(self.list_asking()) > 0 and find_usage_request(self.request.path) is not None
+
+    def list_asking(self) -> list[Plan]:
+        """The policies that ask for the usage of streams."""
+        asking = [session.plan for session in self.enforcing.sessions if session.limiter.asks_usage]
+        return asking + [each.plan for each in self.enforcing.budgets if each.budget.asks_usage and each.reserved]
 
     @property
     def needs_body(self) -> bool:
@@ -569,7 +579,7 @@ class Evaluation:
         if group.budgets:
             self.budgets = [*self.enforcing.budgets, *self.shadow.budgets] if self.budgets else group.budgets
             self.settles = self.settles or budget.guard.needs_body
-        if budget.needs_body or budget.guard.steers:
+        if budget.needs_body or budget.guard.steers or budget.guard.asks_usage:
             self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
 
     def apply_overrides(self, standing: Overrides, now: float) -> None:
@@ -769,6 +779,8 @@ class Evaluation:
                 gc.enable()
         if group.sessions:
             self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
+        for budget in group.budgets:
+            group.note_unpaid(budget)
 
     def find_tenant(self) -> str:
         """The caller as the first policy identifies it by headers; empty for none."""

@@ -501,7 +501,7 @@ class Plan:
         if budget.needs_body:
             self.needs_body = True
             looking.append(INSPECT_BYTES)
-        if budget.guard.steers and not self.shadow:
+        if (budget.guard.steers or budget.guard.asks_usage) and not self.shadow:
             looking.append(INSPECT_BYTES)
             steering.append(INSPECT_BYTES)
 
@@ -568,12 +568,10 @@ class Plan:
         """The other callers of a request that shows several credentials, given the first one's values; see `callers`."""
         return list_others(self._shown, request, values)
 
-    def check_head(self, request: HttpRequest) -> None:
+    def check_bypass(self, request: HttpRequest) -> None:
         """Raise NotCounted for a request that the policy never counts, from any caller."""
         if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
             raise NotCounted(BYPASS)
-        if is_too_long(request.target, request.query):
-            raise NotCounted("target_too_long")
 
     def list_values(self, request: HttpRequest) -> list[tuple[str, str]]:
         """Those of the caller's descriptors in the head that the request has, by name."""

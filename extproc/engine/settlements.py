@@ -8,7 +8,7 @@ from typing import Any, Final
 from extproc.engine.engine import Engine
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.rates import Usage
-from extproc.store.rules.session import FAILED, SUCCEEDED, WITHDRAWN, Settlement
+from extproc.store.rules.session import FAILED, MAX_RESERVE, SUCCEEDED, WITHDRAWN, Settlement
 from extproc.store.rules.take_back import TakeBack
 
 _CALL: Final = 16
@@ -32,15 +32,21 @@ class Entry:
         model_ms: time that the upstream took, in milliseconds; 0 if unknown.
         unsent: another filter refused it, or its client left, before anything of it reached an upstream.
         budgets: what it has reserved of budgets, as sent to Envoy.
+        most_output: the most tokens that its response can have, if it is a stream that does not report them; else 0.
+        cut: the client left, or time was up, before it was known what the upstream had used.
+        absurd: the response reports more than any model can use.
     """
 
     __slots__ = (
+        "absurd",
         "budgets",
         "counted",
+        "cut",
         "estimated",
         "failed",
         "model",
         "model_ms",
+        "most_output",
         "refused",
         "request_bytes",
         "response_bytes",
@@ -65,7 +71,13 @@ class Entry:
         model_ms: int = 0,
         unsent: bool = False,  # noqa: FBT001, FBT002  # a field
         budgets: tuple[dict[str, Any], ...] = (),
+        most_output: int = 0,
+        cut: bool = False,  # noqa: FBT001, FBT002  # a field
+        absurd: bool = False,  # noqa: FBT001, FBT002  # a field
     ) -> None:
+        self.most_output = most_output
+        self.cut = cut
+        self.absurd = absurd
         self.unsent = unsent
         self.budgets = budgets
         self.counted = counted
@@ -91,13 +103,15 @@ class Settled:
         tenant: hash of the caller.
         session: hash of the session's name.
         model: the model in the response, or else in the request.
+        waits: what the ledger has reserved stands for now, because nothing says what was used.
     """
 
-    __slots__ = ("mode", "model", "policy", "session", "settlement", "tenant")
+    __slots__ = ("mode", "model", "policy", "session", "settlement", "tenant", "waits")
 
     def __init__(  # noqa: PLR0913  # a record
-        self, settlement: Settlement, policy: str, mode: str, tenant: str, session: str, model: str
+        self, settlement: Settlement, policy: str, mode: str, tenant: str, session: str, model: str, *, waits: bool
     ) -> None:
+        self.waits = waits
         self.settlement = settlement
         self.policy = policy
         self.mode = mode
@@ -122,14 +136,22 @@ def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | No
     asked = named.get("model")
     model = guard.rates.choose_name(entry.model, asked if isinstance(asked, str) else "")
     cost = guard.rates.find_cost(model, entry.usage)
+    reserved = _read_reserved(named) if entry.cut else 0
     _, renewed, tenant = key.rsplit(":", 2)
     session = renewed.rpartition(".")[2]
     outcome = FAILED if entry.failed else WITHDRAWN if entry.unsent else SUCCEEDED
     usage = entry.usage
     tokens = usage.input, usage.output, usage.cache_read, usage.cache_write
     limits, estimated = guard.find_limits(session), entry.estimated
-    settlement = Settlement(key, limits, call, cost, estimated, outcome, tokens, entry.model_ms)
-    return Settled(settlement, guard.policy, guard.mode, tenant, session, model)
+    settlement = Settlement(key, limits, call, max(cost, reserved), estimated, outcome, tokens, entry.model_ms)
+    waits = outcome == SUCCEEDED and cost < reserved
+    return Settled(settlement, guard.policy, guard.mode, tenant, session, model, waits=waits)
+
+
+def _read_reserved(named: dict[str, Any]) -> int:
+    """What a call has reserved, in nano-dollars; 0 if another program wrote the metadata."""
+    reserved = named.get("reserve")
+    return int(reserved) if isinstance(reserved, (int, float)) and 0 <= reserved <= MAX_RESERVE else 0
 
 
 def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:

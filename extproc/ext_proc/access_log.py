@@ -71,8 +71,26 @@ _NUMBER_VALUE: Final = 2 << 3 | FIXED64
 _STRING_VALUE: Final = 3 << 3 | DELIMITED
 _BOOL_VALUE: Final = 4 << 3 | VARINT
 
-_UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields])
+_FLAGS: Final = {field.name: field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields}
+_LEFT: Final = frozenset(
+    [
+        _FLAGS[name]
+        for name in (
+            "downstream_connection_termination",
+            "downstream_protocol_error",
+            "downstream_remote_reset",
+            "stream_idle_timeout",
+            "duration_timeout",
+        )
+    ]
+)
+"""Response flags for answers that were cut off by the client, or by a time limit of Envoy's that a client can exceed."""
+
+_UPSTREAM_FLAGS: Final = frozenset(_FLAGS.values()) - _LEFT
 """Response flags for failures of the upstream, or of the connection to it."""
+
+_CUT: Final = _LEFT | {_FLAGS["upstream_request_timeout"], _FLAGS["upstream_max_stream_duration_reached"]}
+"""Response flags for answers that the upstream may have gone on with."""
 
 # Names are compared as bytes, because decoding them takes longer.
 _DECIDED: Final = NAMESPACE.encode()
@@ -87,7 +105,6 @@ _KEY_OF_OURS: Final = re.compile(r"(shadow:)?(loop|chain2):.{1,1000}[0-9a-f]{2}"
 _PAIR: Final = 2
 _decode: Final = json.Decoder(list[dict[str, Any]]).decode
 
-_MAX_TOKENS: Final = 10**9
 _MAX_SECONDS: Final = 86_400
 _MAX_NANOS: Final = 10**9 - 1
 _MAX_MODEL: Final = 256
@@ -97,11 +114,14 @@ _FAILURE: Final = 500
 _LINES_PER_SECOND: Final = 1
 
 _MOST_OUTPUT: Final = 131_072
-"""Tokens. No text response has more; larger ones hold images."""
+"""Tokens. No text response has more, unless it has more bytes; larger ones hold images."""
+
+_MOST_PROMPT: Final = 2**21
+"""Tokens. No model's context is larger; a prompt of more bytes may have more, in a batch."""
 
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
 _BYTES_PER_EVENT: Final = 128
-"""Bytes per token of a streamed response: each event is JSON around a few letters."""
+"""Bytes per token of a streamed response: each event is usually JSON around a few letters, but it can be text as a whole."""
 
 _BYTES_PER_COMPRESSED_TOKEN: Final = 1
 """Compression shrinks text to a third or a quarter."""
@@ -116,6 +136,7 @@ class _Logged:
         gateway: the same by Envoy AI Gateway.
         status: HTTP status of the response; 0 for none.
         flagged: the upstream, or the connection to it, failed.
+        cut: the client left, or time was up.
         unfinished: the request is not over yet.
         request_bytes: length of the request's body.
         response_bytes: length of the response's body.
@@ -126,7 +147,7 @@ class _Logged:
     """
 
     __slots__ = (
-        "decided", "flagged", "gateway", "headers", "received_ms", "request_bytes", "response_bytes", "sent", "sent_ms",
+        "cut", "decided", "flagged", "gateway", "headers", "received_ms", "request_bytes", "response_bytes", "sent", "sent_ms",
         "status", "told", "unfinished",
     )  # fmt: skip
 
@@ -136,6 +157,7 @@ class _Logged:
         self.gateway: dict[bytes, object] = {}
         self.status = 0
         self.flagged = False
+        self.cut = False
         self.unfinished = False
         self.request_bytes = 0
         self.response_bytes = 0
@@ -331,8 +353,10 @@ def _read_duration(reader: Reader) -> int:
 def _read_flags(reader: Reader, logged: _Logged) -> None:
     outer = reader.enter()
     while tag := reader.read_tag():
-        if tag in _UPSTREAM_FLAGS and reader.value:
+        if reader.value and tag in _UPSTREAM_FLAGS:
             logged.flagged = True
+        if reader.value and tag in _CUT:
+            logged.cut = True
     reader.leave(outer)
 
 
@@ -393,7 +417,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
     counted = [found for each in named if failed or unsent for found in _list_counted(each.get(COUNTED))]
     if named and not sessions and not counted and not budgets:
         return None
-    usage, estimated = _find_usage(logged)
+    found = _FoundUsage(logged)
     model = logged.told.get(_MODEL) or logged.gateway.get(_GATEWAY_MODEL)
     return Entry(
         sessions,
@@ -402,13 +426,16 @@ def _make_entry(logged: _Logged) -> Entry | None:
         logged.request_bytes,
         logged.response_bytes,
         model[:_MAX_MODEL] if isinstance(model, str) else "",
-        usage,
-        estimated,
+        found.usage,
+        found.estimated,
         refused,
         counted,
         max(0, logged.received_ms - logged.sent_ms) if logged.sent_ms else 0,
         unsent,
         budgets,
+        found.most_output,
+        found.cut,
+        found.absurd,
     )
 
 
@@ -429,34 +456,56 @@ def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
         return ()
 
 
-def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
-    """The token counts of the response, as in `usage.COUNTS`, and whether some of them are estimated."""
-    told = read_counts(logged.told) or read_gateway_counts(logged.gateway)
-    prompt, output = _take_count(told, "input"), _take_count(told, "output")
-    nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
-    if nothing and prompt < 0 and output < 0:
-        return Usage(0, 0), False  # errors are not billed, nor upstreams that fail without an answer
-    cached = max(0, _take_count(told, "cached"))
-    estimated = prompt < 0 or output < 0
-    if prompt < 0:
-        prompt = max(cached, estimate_tokens(logged.request_bytes))
-    if output < 0:
-        output = _estimate_output(logged)
-    read, written = max(0, _take_count(told, "cache_read")), max(0, _take_count(told, "cache_write"))
-    thoughts, tools = max(0, _take_count(told, "thoughts")), max(0, _take_count(told, "tool_input"))
-    return Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written), estimated
+class _FoundUsage:
+    """What an answer has used.
+
+    Attributes:
+        usage: its tokens, as in `usage.COUNTS`.
+        estimated: some of them are estimated.
+        most_output: the most tokens that its bytes can be, if it is a stream whose output is estimated; else 0.
+        cut: its end is not known, and neither is what it has used.
+        absurd: it reports more than any model can use, so that it is not believed.
+    """
+
+    __slots__ = ("absurd", "cut", "estimated", "most_output", "usage")
+
+    def __init__(self, logged: _Logged) -> None:
+        told = read_counts(logged.told) or read_gateway_counts(logged.gateway)
+        most_prompt, most_output = max(_MOST_PROMPT, logged.request_bytes), max(_MOST_OUTPUT, logged.response_bytes)
+        most = {name: most_output if name in _WRITTEN else most_prompt for name in told}
+        self.absurd = len([name for name, count in told.items() if count > most[name]]) > 0
+        told = {name: count for name, count in told.items() if 0 <= count <= most[name]}
+        prompt, output = int(told.get("input", -1)), int(told.get("output", -1))
+        reached = logged.sent or 0 < logged.status < _ERROR
+        self.cut = reached and output < 0 and (logged.cut or not logged.status)
+        self.most_output = 0
+        nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
+        if nothing and not self.cut and prompt < 0 and output < 0:
+            self.usage, self.estimated = Usage(0, 0), False  # errors are not billed, nor upstreams that fail without an answer
+            return
+        cached = int(told.get("cached", 0))
+        self.estimated = prompt < 0 or output < 0
+        if prompt < 0:
+            prompt = max(cached, estimate_tokens(logged.request_bytes))
+        if output < 0:
+            output, self.most_output = _estimate_output(logged)
+        cached = min(cached, max(prompt, estimate_tokens(logged.request_bytes)))  # some gateways leave it out of the input
+        read, written = int(told.get("cache_read", 0)), int(told.get("cache_write", 0))
+        thoughts, tools = int(told.get("thoughts", 0)), int(told.get("tool_input", 0))
+        self.usage = Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written)
 
 
-def _take_count(told: dict[str, float], name: str) -> int:
-    """The number of tokens; -1 if unknown or impossible."""
-    count = told.get(name, -1.0)
-    return int(count) if 0 <= count <= _MAX_TOKENS else -1
+_WRITTEN: Final = ("output", "thoughts")
+"""The counts that are of the answer."""
 
 
-def _estimate_output(logged: _Logged) -> int:
-    """Estimate the tokens of a response from its size."""
+def _estimate_output(logged: _Logged) -> tuple[int, int]:
+    """Estimate the tokens of a response from its size, and for a stream the most that it can be."""
     streams = logged.headers.get(b"content-type", "").lower().startswith(_STREAMS)
-    per_token = _BYTES_PER_EVENT if streams else BYTES_PER_TOKEN
+    least = BYTES_PER_TOKEN
     if logged.headers.get(b"content-encoding", "").lower() not in ("", "identity"):
-        per_token = per_token * _BYTES_PER_COMPRESSED_TOKEN // BYTES_PER_TOKEN
-    return min(logged.response_bytes // per_token, _MOST_OUTPUT)
+        least = _BYTES_PER_COMPRESSED_TOKEN
+    most = min(logged.response_bytes // least, _MOST_OUTPUT)
+    if not streams:
+        return most, 0
+    return min(logged.response_bytes * BYTES_PER_TOKEN // (_BYTES_PER_EVENT * least), _MOST_OUTPUT), most

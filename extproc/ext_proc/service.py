@@ -142,9 +142,12 @@ class Service:
     def settle_entry(self, entry: Entry) -> None:
         """Report a request's outcome to the counts that included it and to the ledgers of its sessions."""
         self.counting.take_back(entry.counted)
-        settled = list_settlements(self.engine, entry)
-        if len(settled) < len(entry.sessions):
-            self.reporter.report_unknown_calls(len(entry.sessions) - len(settled))
+        if entry.absurd:
+            self.metrics.absurd_usage.inc()
+        named = list_settlements(self.engine, entry)
+        if len(named) < len(entry.sessions):
+            self.reporter.report_unknown_calls(len(entry.sessions) - len(named))
+        settled = [each for each in named if not each.waits]
         report = partial(self.reporter.report_settled, settled, entry)
         self.counting.settle([each.settlement for each in settled], report)
         if not entry.budgets:

@@ -344,7 +344,8 @@ class Transaction:
             if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
                 decision = self._hold(decision, decision.lead)
         changed = UNCHANGED
-        if decision.steer is not None or (sessions and not self.late and (evaluation.is_narrowed or evaluation.asks_usage)):
+        edits = not self.late and (len(sessions) > 0 or len(evaluation.budgets) > 0)
+        if decision.steer is not None or (edits and (evaluation.is_narrowed or evaluation.asks_usage)):
             decision, changed = self._change(kind, evaluation, decision)
         service.reporter.report(evaluation, decision)
         if evaluation.budgets and decision.shadow is not None and decision.shadow.action is Action.REJECT:

@@ -23,6 +23,7 @@ SHARED: Final = "shared caller"
 CROWDED: Final = "crowded sessions"
 DROPPED: Final = "turns dropped"
 EVICTED: Final = "entries evicted"
+ABSURD: Final = "absurd usage"
 """What a row may be about, in addition to the reasons of `uncounted_total`."""
 
 

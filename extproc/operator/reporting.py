@@ -24,7 +24,7 @@ from extproc.operator.after_notes import NoteFollower
 from extproc.operator.budget_table import BudgetTable, CallerBudget
 from extproc.operator.conversation_table import ConversationTable, is_widespread
 from extproc.operator.coverage import Coverage
-from extproc.operator.coverage_rows import DROPPED, EVICTED
+from extproc.operator.coverage_rows import ABSURD, DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.probes import Probes
@@ -86,9 +86,10 @@ class Reporter:
         self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
 
     def _count_lost(self) -> dict[str, int]:
-        """What was lost because there was no room."""
+        """What was lost because there was no room, or because it was not to be believed."""
         metrics = self._metrics
-        return {DROPPED: int(metrics.chains_dropped._value.get()), EVICTED: int(metrics.store_evictions._value.get())}  # noqa: SLF001  # as fast as a number
+        counters = {DROPPED: metrics.chains_dropped, EVICTED: metrics.store_evictions, ABSURD: metrics.absurd_usage}
+        return {reason: int(counter._value.get()) for reason, counter in counters.items()}  # noqa: SLF001  # as fast as a number
 
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
         """Report a decided request."""

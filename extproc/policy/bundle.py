@@ -307,8 +307,9 @@ class Spec(JsonObject):
         labels: up to 8 limit keys outside the body whose values are only shown, beside the caller's hash.
         aliases: names for callers of all policies, by the hash of the caller or of its credential.
         missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, if any; `skip`
-            never counts them; `share` counts all with none as one caller.
-        uncountable: `reject` refuses requests that a detector cannot count.
+            never counts them; `share` counts all with none as one caller. If it is not set, a rule skips requests that lack one
+            of its own keys.
+        uncountable: `reject` refuses requests that a detector or a rule cannot count.
         bypass: requests that are never counted.
         session: which conversation a request belongs to.
         session_limits: limits of a session.

@@ -550,6 +550,18 @@ def _explain_order(policy: Policy) -> Iterator[tuple[Place, str]]:
             yield ("spec", "limit_keys"), f"{why}, so the order of {key.name} is {order}"
 
 
+def _explain_unpaid(spec: Spec) -> Iterator[tuple[Place, str]]:
+    """Find rules that requests escape by leaving out a limit key."""
+    if "missing_descriptor" in spec.model_fields_set or spec.uncountable == "reject":
+        return
+    for number, rule in enumerate(spec.rules):
+        lacking = [_name(key) for key in rule.limit_keys if _ALWAYS_THERE.isdisjoint(list_sources([key]))]
+        if lacking:
+            passing = f"requests without {' or '.join(lacking)} do not pay"
+            share = "with missing_descriptor share, they share a budget; with uncountable reject, they are refused"
+            yield ("spec", "rules", number, "limit_keys"), f"{passing}: {share}"
+
+
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Explain what a default means for requests without limit keys or a session, with its place below the policy."""
     spec = policy.spec
@@ -558,6 +570,7 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
         yield ("spec", "session_limits"), f"{passing}: unnamed_limits would limit them"
     yield from _find_retried_refusals(policy)
     yield from _explain_order(policy)
+    yield from _explain_unpaid(spec)
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
     judging = spec.session_limits is not None or spec.detectors()  # a rule is skipped by its own keys

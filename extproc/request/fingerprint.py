@@ -31,6 +31,7 @@ _IN_PAIR = str.maketrans({"%": "%25", "|": "%7C", "=": "%3D", "&": "%26"})
 
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _ENCODED = re.compile("%[0-9A-Fa-f]{2}")
+_PARAMETERS = re.compile("(?:;|%3B)[^/]*")
 _SLASHES = re.compile("//+")
 
 
@@ -80,6 +81,15 @@ def normalize_path(path: str) -> str:
     if "/." in path:
         path = _remove_dot_segments(path)
     return _SLASHES.sub("/", path) if "//" in path else path
+
+
+def drop_parameters(path: str) -> str:
+    """A normalized path as servers read it that know path parameters (RFC 3986 section 3.3).
+
+    >>> drop_parameters("/v1/chat;a=1/completions;b%3Bc")
+    '/v1/chat/completions'
+    """
+    return normalize_path(_PARAMETERS.sub("", path))
 
 
 def _decode_unreserved(found: re.Match[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
-from extproc.request.fingerprint import normalize_path
+from extproc.request.fingerprint import is_too_long, normalize_path
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.limit_keys import FIRST_OF, UNSUPPORTED_KEYS, FirstOf
 from extproc.request.secrets import (
@@ -154,10 +154,11 @@ class HttpRequest:
     def read_query(self) -> list[tuple[str, str]]:
         """The decoded pairs of the query in their order: `+` is a space, blank values are kept.
 
-        Bytes that are not UTF-8 become surrogates, so different bytes stay different.
+        Bytes that are not UTF-8 become surrogates, so different bytes stay different. A query that would take too long to read
+        has no pairs.
         """
         if self._pairs is None:
-            query = self.query
+            query = self.query if not is_too_long(self.target, self.query) else ""
             if "%" in query or "+" in query:
                 self._pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
             else:  # the same result without decoding, which few queries need

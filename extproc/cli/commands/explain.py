@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from extproc.apis import asks_model, takes_websocket
 from extproc.budgets.guard import BUDGET, BudgetStage, make_subject
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
-from extproc.decision import CHOSEN_BY_CLIENTS, NOTED, Action, Outcome
+from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, NOTED, Action, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
@@ -90,6 +90,12 @@ def run(options: argparse.Namespace) -> int:
     evaluation.read_body(None if reason else evaluation.sum_up(body), reason, body)
     missing = [entry for group in evaluation.groups for entry in group.missing]
     for policy, detector, why in evaluation.list_left_out():
+        if (
+            (detector, why) == (BUDGET, MISSING)
+            and evaluation.enforcing.forbidden is None
+            and not _is_charged(evaluation, policy)
+        ):
+            continue  # below, with its rules
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
         more += _list_session_keys(engine, policy) if why == UNNAMED else []
@@ -106,10 +112,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _is_charged(evaluation: Evaluation, policy: str) -> bool:
+    return any(budget.plan.id == policy for budget in evaluation.budgets)
+
+
 def _print_idle_budgets(plan: Plan, evaluation: Evaluation, missing: Sequence[tuple[str, str]]) -> None:
     """A block for a policy with budgets of which none applies."""
-    judged = any(budget.plan.id == plan.id for budget in evaluation.budgets)
-    if plan.budget is None or judged or any((plan.id, BUDGET) == left_out[:2] for left_out in evaluation.list_left_out()):
+    left_out = [why for policy, guard, why in evaluation.list_left_out() if (policy, guard) == (plan.id, BUDGET)]
+    explained = evaluation.enforcing.forbidden is not None if MISSING in left_out else bool(left_out)
+    if plan.budget is None or _is_charged(evaluation, plan.id) or explained:
         return
     fallback = plan.budget.fallback
     rules = [*plan.budget.rules, *([fallback] if fallback is not None else [])]

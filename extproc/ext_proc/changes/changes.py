@@ -151,9 +151,9 @@ class Changes:
 
     def _request_usage(self, evaluation: Evaluation, original: Original, changed: Changed) -> Changed:
         """Ask for the usage of a stream. If that is impossible, its cost is estimated, and reported as such."""
-        asking = [session for session in evaluation.enforcing.sessions if session.limiter.asks_usage]
+        most = max([plan.steers for plan in evaluation.list_asking()])
         try:
-            body = b"".join(changed.body) if changed.body is not None else original.read(asking[0].plan.steers)
+            body = b"".join(changed.body) if changed.body is not None else original.read(most)
             pieces = request_usage(evaluation.request, body, evaluation.document)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._find_reason(error)

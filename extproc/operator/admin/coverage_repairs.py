@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from extproc.decision import UNREADABLE
+from extproc.decision import MISSING, UNREADABLE
 from extproc.operator.coverage_rows import CROWDED, SHARED
 from extproc.request.fingerprint import MAX_TARGET
 from extproc.request.http import MAX_DESCRIPTOR
@@ -50,8 +50,16 @@ _SELECTOR = Repair(
     "selector",
 )
 
+UNPAID = "unpaid"
+"""The reason MISSING, about a budget."""
+
 REPAIRS = {
-    "missing_descriptor": Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),
+    MISSING: Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),
+    UNPAID: Repair(
+        "lack a limit key of a budget, so they do not pay: {keys}",
+        'refuse them: "uncountable": "reject", or let them share a budget: "missing_descriptor": "share"',
+        "rules",
+    ),
     SHARED: Repair("have none of the policy's limit keys: {keys}, so they count as one caller", _OTHER_KEY, "limit_keys"),
     CROWDED: Repair(
         "are in sessions that end sooner, because their callers begin more than max_sessions_per_tenant",

@@ -12,13 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNSTEERED
+from extproc.budgets.guard import BUDGET
+from extproc.decision import MISSING
+from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNPAID, UNSTEERED
 from extproc.operator.admin.html import count, prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import describe_view, write_time
 from extproc.operator.board import Board, View
 from extproc.operator.coverage import BY_DESIGN
 from extproc.operator.coverage_rows import (
+    ABSURD,
     COUNTED,
     DROPPED,
     EVICTED,
@@ -232,7 +235,8 @@ def _write_place(places: Places, policy: str, key: str = "") -> str | None:
 
 
 def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> dict[str, Any]:
-    repair = REPAIRS.get(row.reason, UNSTEERED if row.reason.startswith("unsteered ") else UNKNOWN)
+    reason = UNPAID if (row.detector, row.reason) == (BUDGET, MISSING) else row.reason
+    repair = REPAIRS.get(reason, UNSTEERED if reason.startswith("unsteered ") else UNKNOWN)
     keys = _list_keys(places[row.policy][2] if row.policy in places else {})
     grave = row.reason not in BY_DESIGN and number >= _GRAVE * of
     return {
@@ -252,9 +256,11 @@ def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> 
 
 
 def _list_keys(raw: Mapping[str, Any]) -> list[str]:
-    """The limit keys of a policy, including those in a `first_of`."""
-    keys = raw.get("spec", {}).get("limit_keys", [])
-    return [each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]
+    """The limit keys of a policy and of its rules, including those in a `first_of`, each once."""
+    spec = raw.get("spec", {})
+    parts = [spec, *spec.get("rules", []), spec.get("fallback_limit") or {}]
+    keys = [key for part in parts for key in part.get("limit_keys", [])]
+    return list(dict.fromkeys([each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]))
 
 
 def _suggest_key(keys: list[str]) -> str:
@@ -307,6 +313,9 @@ def _find_losses(document: CoverageDocument) -> list[dict[str, Any]]:
         text = f"the memory store was full, and dropped {number:,} {'entry' if number == 1 else 'entries'} that still counted"
         change = "`serve --store memory://?max_entries=N` with a larger number, or `serve --store redis://HOST:6379`"
         found.append(_describe(PROBLEM, "evicted", text, change))
+    if number := lost.get(ABSURD, 0):
+        text = f"{number:,} responses report more tokens than any model can use; they are charged by their size"
+        found.append(_describe(PROBLEM, "absurd_usage", text, "mend what the upstream reports, or ask who operates it"))
     return found
 
 

@@ -1,0 +1,53 @@
+"""Parameters of a path hide neither what is asked for nor who guards it."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.apis import asks_model
+from tests.support.budget_policies import ask, bucket, chat, limited, refused, rule, serve
+
+MODEL = "/v1beta/models/gemini-2.5-pro:generateContent"
+COUNT = "/v1beta/models/gemini-2.5-pro:countTokens"
+
+
+@pytest.mark.parametrize(
+    "path", [COUNT, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/model/a%3Ab/count-tokens"]
+)
+def test_counting_tokens_is_free(path: str) -> None:
+    """No model answers."""
+    assert not asks_model(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *[f"{MODEL}{mark}:countTokens" for mark in (";", ";x=", "%3B", "%3b", "%3F", "%23", "%00", "%253B", "%5C", "\\")],
+        f"{MODEL}:countTokens",
+        f"{COUNT};x=1",
+        "/v1/messages;/count_tokens",
+        "/v1/chat/completions;/v1/messages/count_tokens",
+        "/v1beta/models/gemini-2.5-pro:generateContent;a/:countTokens",
+        "/v1beta/models/x%3AgenerateContent:countTokens",
+    ],
+)
+def test_a_path_that_may_be_read_otherwise_pays(path: str) -> None:
+    """Servers that know path parameters leave them out."""
+    tokens = rule("token_bucket_llm", tokens_per_minute=1_000)
+    service, _ = serve(limited(tokens))
+
+    answers = [refused(ask(service, path=path, content=chat("hello", max_tokens=400))) for _ in range(3)]
+
+    assert answers == ["", "", "tpm_exceeded"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions;x=1", "/v1/chat;x/completions", "/v1/chat%3Bx/completions;y", "/v1;/chat/completions"]
+)
+@pytest.mark.parametrize("selector", [{"pathExact": "/v1/chat/completions"}, {"pathPrefix": "/v1/chat/completions"}])
+def test_a_selector_finds_a_path_with_parameters(selector: dict[str, str], path: str) -> None:
+    """As it finds the path without them."""
+    policy = limited(bucket(burst=1), selector=selector)
+    service, _ = serve(policy, limited(bucket(burst=9), identity="q"))
+
+    assert [refused(ask(service, path=each)) for each in (path, "/v1/chat/completions")] == ["", "token_bucket_exceeded"]

@@ -1,0 +1,149 @@
+"""No request passes a budget without paying: who leaves something out is reported, refused, or pays with others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from extproc.ext_proc.service import Service
+from extproc.operator.admin.coverage_report import ServerState, make_report
+from extproc.operator.board import View
+from tests.support.budget_policies import CHAT, ask, bucket, chat, limited, refused, rule, serve
+from tests.support.bundles import check
+from tests.support.messages import headers
+from tests.support.service import decoded, exchange, sample
+
+STATE = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0)
+USER = ["header:x-user-id"]
+BREAKER = {"enabled": True, "spend_rate_threshold_per_minute": 4}
+LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 30}
+
+
+def send(service: Service, times: int = 8, path: str = CHAT, **more: Any) -> list[str]:  # noqa: ANN401  # headers
+    """Requests without an API key; why each was refused."""
+    return [refused(ask(service, "", path, b'{"n": 1}', **more)) for _ in range(times)]
+
+
+def doctor(service: Service) -> list[dict[str, Any]]:
+    """What `loopguard doctor` finds."""
+    view = View(service.reporter.coverage.make_document(shows_callers=False), "a", ["a"], "")
+    spec = {"rules": [{"limit_keys": USER}]}
+    found: list[dict[str, Any]] = make_report(view, STATE, {"p": ("f", "", {"spec": spec})}, time.time())["findings"]
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"loop_detection": LOOP}, {"fallback_limit": bucket(name="f")}])
+def test_callers_without_their_header_are_reported_by_the_doctor(more: dict[str, Any]) -> None:
+    """Also beside detectors, and although there is a fallback, which is for other requests."""
+    service, _ = serve(limited(bucket(keys=USER), **more))
+
+    assert send(service) == [""] * 8
+    assert sample(service, "uncounted_total", policy="p", reason="missing_descriptor") == 8
+    (found,) = [finding for finding in doctor(service) if finding["detector"] == "budget"]
+    assert (found["level"], found["reason"], found["requests"]) == ("problem", "missing_descriptor", 8)
+    assert "header:x-user-id" in found["text"]
+    assert "uncountable" in found["change"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        limited(bucket(keys=USER), uncountable="reject"),
+        limited(bucket(keys=["body:/user"]), uncountable="reject"),
+        limited(bucket(keys=[*USER, "header:host"]), uncountable="reject"),
+        limited(bucket(burst=99, keys=[]), bucket(keys=USER, name="second"), uncountable="reject"),
+        limited(bucket(keys=USER), circuit_breaker=BREAKER, uncountable="reject"),
+        limited(fallback_limit=bucket(keys=USER, name="f"), uncountable="reject"),
+        limited(bucket(keys=USER), loop_detection=LOOP, limit_keys=["header:host"], uncountable="reject"),
+    ],
+    ids=["header", "body", "one of two", "one of two rules", "breaker", "fallback", "beside a detector"],
+)
+def test_uncountable_reject_refuses_callers_without_their_key(policy: dict[str, Any]) -> None:
+    """Whichever rule it is that cannot tell who pays."""
+    service, _ = serve(policy)
+
+    assert send(service) == ["uncountable"] * 8
+    assert refused(ask(service, "", content=b'{"user": "ann"}', x_user_id="ann")) == ""
+
+
+@pytest.mark.parametrize("key", ["header:x-user-id", "body:/user", "query:user", "jwt:sub"])
+def test_callers_without_a_key_share_one_budget(key: str) -> None:
+    """With `missing_descriptor: share`; those with a key have budgets of their own."""
+    service, _ = serve(limited(bucket(keys=[key]), missing_descriptor="share"))
+
+    assert send(service) == [""] * 3 + ["token_bucket_exceeded"] * 5
+    named = ask(service, "", f"{CHAT}?user=ann", b'{"user": "ann"}', x_user_id="ann")
+    assert refused(named) == ("" if key != "jwt:sub" else "token_bucket_exceeded")
+
+
+def test_callers_without_a_key_share_a_breaker() -> None:
+    """It opens with their fourth request."""
+    service, _ = serve(limited(bucket(burst=99, keys=USER), circuit_breaker=BREAKER, missing_descriptor="share"))
+
+    assert send(service, 5) == [""] * 3 + ["circuit_breaker_open"] * 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "passed"), [("require_one", 3), ("skip", 8), ("share", 3)], ids=["by the others", "not", "by the others too"]
+)
+def test_a_rule_that_lacks_one_key_goes_by_the_policy(missing: str, passed: int) -> None:
+    """As a detector does: it counts by the keys that a request has, or not at all."""
+    service, _ = serve(limited(bucket(keys=[*USER, "header:x-team"]), missing_descriptor=missing))
+
+    assert send(service, x_user_id="ann") == [""] * passed + ["token_bucket_exceeded"] * (8 - passed)
+    assert sample(service, "uncounted_total", policy="p", reason="missing_descriptor") == (8 if missing == "skip" else 0)
+
+
+def test_a_rule_by_headers_counts_requests_without_their_body() -> None:
+    """Another rule of the policy needs the body, and does not count the request."""
+    service, _ = serve(limited(bucket(keys=USER), bucket(keys=["body:/user"], name="b")))
+
+    without = headers(CHAT, x_user_id="ann", mode="NONE")
+    answers = [decoded(exchange(service, without)[-1]) for _ in range(4)]
+
+    assert [refused(answer) for answer in answers] == ["", "", "", "token_bucket_exceeded"]
+    assert sample(service, "uncounted_total", policy="p", reason="missing_descriptor") == 4
+
+
+@pytest.mark.parametrize("query", ["&" * 10_001, "%41" * 10_001, "x" * 66_000])
+def test_a_long_query_does_not_escape_a_budget(query: str) -> None:
+    """It is not read, and what it would name is missing."""
+    service, _ = serve(limited(bucket(keys=USER), bucket(keys=["query:user"], name="q")))
+
+    answers = send(service, 4, f"{CHAT}?user=bob&{query}", x_user_id="ann")
+
+    assert answers == ["", "", "", "token_bucket_exceeded"]
+
+
+def test_an_order_to_allow_holds_for_what_cannot_be_counted() -> None:
+    """A request without a caller has none that an order could name; the policy's own `bypass` is for it."""
+    service, _ = serve(limited(bucket(keys=USER), uncountable="reject", bypass=[{"header": "x-health"}]))
+
+    assert send(service, 1, x_health="1") == [""]
+    assert send(service, 1) == ["uncountable"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [({}, 1), ({"missing_descriptor": "share"}, 0), ({"missing_descriptor": "skip"}, 0), ({"uncountable": "reject"}, 0)],
+)
+def test_validate_tells_how_to_escape_a_rule(spec: dict[str, Any], told: int) -> None:
+    """It names the key, and both ways to mend it; `ip:address` is always there."""
+    policy = limited(bucket(keys=[*USER, "ip:address"]), rule("token_bucket", "ip", ["ip:address"], rps=1, burst=1), **spec)
+
+    notes = [note for note in check(policy).notes if "do not pay" in str(note)]
+
+    assert len(notes) == told
+    assert all("header:x-user-id" in str(note) and "uncountable" in str(note) for note in notes)
+
+
+def test_a_chat_of_nobody_pays_with_the_others() -> None:
+    """Tokens, too."""
+    tokens = rule("token_bucket_llm", keys=USER, tokens_per_minute=3_000)
+    service, _ = serve(limited(tokens, missing_descriptor="share"))
+
+    answers = [refused(ask(service, "", content=chat("hello", max_tokens=1_400))) for _ in range(3)]
+
+    assert answers == ["", "", "tpm_exceeded"]

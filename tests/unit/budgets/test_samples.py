@@ -1,0 +1,63 @@
+"""A request that asks for several answers reserves them all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from extproc.budgets.costs import PERIOD_UNITS
+from tests.support.budget_policies import CHAT, REJECT, ask, limited, rule, serve
+from tests.support.service import metadata_of
+
+TOKENS = rule("cost_based", budget=10**9, period="1d", cost_key="usage:output", staged_actions=REJECT)
+HELLO = [{"role": "user", "content": "hello"}]
+GEMINI = "/v1beta/models/gemini-2.5-pro:generateContent"
+CONTENTS = [{"role": "user", "parts": [{"text": "hello"}]}]
+
+
+def reserve(path: str, body: dict[str, Any]) -> int:
+    """The tokens that a request reserves for its answers."""
+    service, _ = serve(limited(TOKENS))
+    (described,) = json.loads(metadata_of(ask(service, path=path, content=json.dumps(body).encode()))["sessions"])
+    return int(described["budgets"][0][3]) // PERIOD_UNITS
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        (CHAT, {"messages": HELLO, "max_tokens": 100, "n": 9}, 900),
+        (CHAT, {"messages": HELLO, "n": 9}, 9_000),
+        (CHAT, {"messages": HELLO, "max_tokens": 100, "n": 9.0}, 900),
+        (CHAT, {"messages": HELLO, "max_tokens": "100", "n": "9"}, 900),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 100, "n": 2, "best_of": 5}, 500),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 100, "n": 2}, 600),
+        ("/v1/completions", {"prompt": ["a" * 9_000, "b"], "max_tokens": 100}, 200),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 100}, 200),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 100}, 100),
+        (GEMINI, {"contents": CONTENTS, "generationConfig": {"maxOutputTokens": 100, "candidateCount": 4}}, 400),
+        (GEMINI, {"contents": CONTENTS, "generation_config": {"max_output_tokens": 100, "candidate_count": 4}}, 400),
+        (CHAT, {"messages": HELLO, "max_tokens": 100, "n": 1}, 100),
+        *[(CHAT, {"messages": HELLO, "max_tokens": 100, "n": n}, 100) for n in (0, -3, None, True, "many", [9], {"n": 9}, 0.5)],
+    ],
+)  # fmt: skip
+def test_each_answer_is_reserved(path: str, body: dict[str, Any], tokens: int) -> None:
+    """However their number is written, and however long each may be."""
+    assert reserve(path, {"model": "m", **body}) == tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 1, "max_tokens": 5_000}, 5_000),
+        (CHAT, {"messages": HELLO, "max_output_tokens": 1}, 1_000),
+        (CHAT, {"messages": HELLO, "max_tokens": 1e30}, 10_000_000),
+        (CHAT, {"messages": [], "max_tokens": 5_000}, 5_000),
+        ("/ask", {"messages": HELLO, "max_tokens": 1, "max_output_tokens": 5_000}, 5_000),
+    ],
+    ids=["the longer of two", "another API's", "more than any", "no conversation", "an unknown path"],
+)
+def test_no_way_of_writing_lowers_the_reservation(path: str, body: dict[str, Any], tokens: int) -> None:
+    """In doubt, the most that an upstream may read counts."""
+    assert reserve(path, {"model": "m", **body}) == tokens
