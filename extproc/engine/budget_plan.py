@@ -10,8 +10,10 @@ from extproc.budgets.rule_keys import Rule
 from extproc.policy.bundle import Spec
 from extproc.request.callers import Values, compile_shown
 from extproc.request.document import Document, NotCounted, NotJson, find
+from extproc.request.hash_key import is_hidden
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_plainly
 from extproc.request.limit_keys import UNSUPPORTED_KEYS, list_sources
+from extproc.request.secrets import CREDENTIAL
 
 HeadDescriptors: TypeAlias = tuple[Descriptor, ...]
 BodyDescriptors: TypeAlias = tuple[tuple[Descriptor, list[str]], ...]
@@ -38,7 +40,7 @@ class PlannedRule:
         self.shown = compile_shown(head)
         # Without a key that Loopguard cannot derive, a rule would merge callers that it was to tell apart.
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
-        self._match = () if self._never else tuple([(compile_plainly(key), value) for key, value in match.items()])
+        self._match = () if self._never else tuple([_compile_match(*pair) for pair in match.items()])
 
     @property
     def matched(self) -> list[Descriptor]:
@@ -81,6 +83,11 @@ class PlannedRule:
             if not _add(values, descriptor, find(found, pointer), policy, missing):
                 return None
         return values
+
+
+def _compile_match(key: str, value: str) -> tuple[Descriptor, str]:
+    """What a request has to have. A secret may be given as it is or, as it is shown everywhere else, by its hash."""
+    return compile_plainly(key, hidden=key == CREDENTIAL or is_hidden(value)), value
 
 
 def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missing: list[tuple[str, str]]) -> bool:

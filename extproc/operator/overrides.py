@@ -49,7 +49,7 @@ from extproc.policy.bundle import ALIAS
 from extproc.policy.messages import describe
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key
-from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, extract_secret
+from extproc.request.secrets import CREDENTIAL, extract_secret, is_secret, says_secret
 from extproc.sessions.names import is_vendor_session
 from extproc.sessions.session_limits import MAX_TOOLS
 from extproc.store import Store
@@ -271,7 +271,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
     caller = given.get("caller", "")
     named = {"caller": caller} if isinstance(caller, str) else {"descriptors": _hash_values(caller, plans, key)}
-    target = Target(**named, **{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
+    session = _hash_session(given["session"], key) if "session" in given else ""
+    target = Target(**named, session=session, **{field: given[field] for field in ("fingerprint", "tool") if field in given})
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
@@ -294,12 +295,26 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
 
 def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey) -> tuple[tuple[str, str], ...]:
     """Hashes of a caller's descriptors; a secret is first replaced by its own hash, unless that is given."""
-    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for plan in plans for name in plan.list_secrets())}
+    secrets = {CREDENTIAL, *(name for plan in plans for name in plan.list_secrets())}
+    claims = {name for name in values if any(plan.is_told_apart_by(f"jwt:{name}") for plan in plans)}
     shown = {
-        name: key.hide(extract_secret(text, name)) if name in secrets and not _HASH.fullmatch(text) else text
+        name: _hide(text, name, key) if name in secrets or (says_secret(name) and name not in claims) else text
         for name, text in values.items()
     }
     return tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items()))
+
+
+def _hash_session(session: str | tuple[str, str], key: HashKey) -> str:
+    """The hash of a session, given that or its limit key and value; a secret is first replaced by its own hash."""
+    if isinstance(session, str):
+        return session
+    name, text = session
+    return hash_descriptor(name, _hide(text, name, key) if is_secret(name) else text)
+
+
+def _hide(secret: str, name: str, key: HashKey) -> str:
+    """The hash of a secret, unless that is given; `name` is that of its header."""
+    return secret if _HASH.fullmatch(secret) else key.hide(extract_secret(secret, name))
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
@@ -403,11 +418,11 @@ def _read_caller(value: object) -> str | dict[str, str]:
     raise ValueError(f"must be {_CALLER}")
 
 
-def _read_session(value: object) -> str:
+def _read_session(value: object) -> str | tuple[str, str]:
     if isinstance(value, dict) and len(value) == 1 and _are_texts(value):
         ((key, text),) = value.items()
         try:
-            return hash_descriptor(check_limit_key(key), text)
+            return check_limit_key(key), text
         except ValueError as error:
             raise ValueError(f"has a key that {error}", key) from None
     if isinstance(value, str) and _HASH.fullmatch(value):
