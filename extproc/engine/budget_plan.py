@@ -8,9 +8,9 @@ from typing import Final, TypeAlias
 from extproc.budgets.guard import ONE, BudgetGuard, BudgetRule
 from extproc.budgets.rule_keys import Rule
 from extproc.policy.bundle import Spec
-from extproc.request.callers import Values, compile_shown
-from extproc.request.document import Document, NotCounted, NotJson, find
-from extproc.request.hash_key import is_hidden
+from extproc.request.callers import Values, compile_shown, find_hidden
+from extproc.request.document import Document, NotCounted, NotJson
+from extproc.request.hash_key import HashKey, is_hidden
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_plainly
 from extproc.request.limit_keys import UNSUPPORTED_KEYS, list_sources
 from extproc.request.secrets import CREDENTIAL
@@ -71,16 +71,16 @@ class PlannedRule:
         return values
 
     def read_body(
-        self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]]
+        self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]], key: HashKey
     ) -> Values | None:
-        """The same with those in the body, in addition to `values`."""
+        """The same with those in the body, in addition to `values`; `key` is for hashes of secrets."""
         try:
             found = document.value() if document is not None else None
         except NotJson:
             found = None
         values = [*values]
         for descriptor, pointer in self.body:
-            if not _add(values, descriptor, find(found, pointer), policy, missing):
+            if not _add(values, descriptor, find_hidden(found, descriptor, pointer, key), policy, missing):
                 return None
         return values
 

@@ -48,7 +48,7 @@ from extproc.operator.table import write_time
 from extproc.policy.bundle import ALIAS
 from extproc.policy.messages import describe
 from extproc.request.hash_key import PROCESS_KEY, HashKey
-from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key
+from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key, is_in_body
 from extproc.request.secrets import CREDENTIAL, extract_secret, is_secret, says_secret
 from extproc.sessions.names import is_vendor_session
 from extproc.sessions.session_limits import MAX_TOOLS
@@ -309,7 +309,7 @@ def _hash_session(session: str | tuple[str, str], key: HashKey) -> str:
     if isinstance(session, str):
         return session
     name, text = session
-    return hash_descriptor(name, _hide(text, name, key) if is_secret(name) else text)
+    return hash_descriptor(name, _hide(text, name, key) if is_secret(name) and not is_in_body(name) else text)
 
 
 def _hide(secret: str, name: str, key: HashKey) -> str:

@@ -323,7 +323,7 @@ def compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> tuple[Descriptor
 def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
     """The descriptor of one limit key; with `hidden`, secrets are read as hashes."""
     source, _, argument = key.partition(":")
-    read = _read_secret if hidden and is_secret(key) else _READERS[source]
+    read = _read_secret if hidden and source != "body" and is_secret(key) else _READERS[source]
     return Descriptor(key, key, source, key if read is _read_secret else argument, read)
 
 

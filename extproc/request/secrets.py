@@ -61,7 +61,7 @@ def is_secret(limit_key: str) -> bool:
     source, _, name = limit_key.partition(":")
     if source in {"header", "query"}:
         return says_secret(name) or limit_key in ANYWHERE
-    return limit_key == CREDENTIAL
+    return limit_key == CREDENTIAL or (source == "body" and says_secret(name.rpartition("/")[2]))
 
 
 def may_stand_in_query(limit_key: str) -> bool:

@@ -13,6 +13,7 @@ import extproc.apis  # noqa: F401  # which say where each API's secret stands
 from extproc.cli.main import main
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import parse_line
+from extproc.engine.orders import hash_descriptor
 from extproc.engine.recording import record_body, record_head
 from extproc.operator.admin.loop_report import describe_loops
 from extproc.operator.events import LoopEvents
@@ -190,3 +191,38 @@ def test_generated_logs_leave_out_queries_with_secrets() -> None:
     keys = ["credential", "query:key", "query:access_token", "query:page", "header:x-api-key"]
 
     assert [may_stand_in_query(key) for key in keys] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("key", ["body:/api_key", "body:/user/accessToken"])
+def test_a_secret_in_a_body_is_read_as_its_hash(key: str) -> None:
+    """By policies and by rules, which therefore agree about the caller; an order by value finds it."""
+    content = json.dumps({"api_key": SECRET, "user": {"accessToken": SECRET}}).encode()
+    config = {"tokens_per_second": 1, "burst": 9}
+    rule = {"name": "r", "limit_keys": [key], "algorithm": "token_bucket", "algorithm_config": config}
+    document = policy("p", ANY, limit_keys=[key])
+    document["spec"]["rules"] = [rule]
+    engine = make_engine(document)
+    evaluation = engine.prepare(HttpRequest("POST", "/", "host"))
+    assert evaluation is not None
+    evaluation.read_body(evaluation.sum_up(content), "", content)
+    candidate = evaluation.enforcing.candidates[0]
+    name = key.partition(":")[2].lower()
+    order = parse_order({"kind": "block", "caller": {name: SECRET}}, "", 0, engine.plans)
+
+    assert candidate.values == [(name, HIDDEN)]
+    assert candidate.list_credentials() == [HIDDEN]
+    assert candidate.tenant == evaluation.budgets[0].reserved[0].tenant
+    assert order.target.descriptors == ((name, hash_descriptor(name, HIDDEN)),)
+
+
+def test_a_session_named_by_a_cache_key_is_found_by_its_value() -> None:
+    """Names of sessions are hashed as they are, wherever they stand."""
+    key = "body:/prompt_cache_key"
+    engine = make_engine(limited(max_steps=3, session={"keys": [key]}))
+    evaluation = engine.prepare(HttpRequest("POST", "/", "host", {"x-team": b"t"}))
+    assert evaluation is not None
+    content = b'{"prompt_cache_key": "c-1"}'
+    evaluation.read_body(evaluation.sum_up(content), "", content)
+    order = parse_order({"kind": "kill", "session": {key: "c-1"}}, "", 0, engine.plans)
+
+    assert [candidate.session for candidate in evaluation.sessions] == [order.target.session]
