@@ -48,7 +48,7 @@ _SAYS_SECRET = re.compile(
 def says_secret(name: str) -> bool:
     """Whether the name of a header or parameter says that its value is a secret.
 
-    >>> [says_secret(name) for name in ("x-litellm-api-key", "accessToken", "APIKEY", "x-author", "max_tokens", "monkey")]
+    >>> [says_secret(name) for name in ("x-team-key", "accessToken", "APIKEY", "x-author", "max_tokens", "monkey")]
     [True, True, True, False, False, False]
     """
     if not (name.islower() or name.isupper()):
