@@ -23,7 +23,7 @@ from extproc.apis.places import LOCATORS
 from extproc.apis.tools import ToolReader
 from extproc.apis.usage import COUNTS, FINDERS, Counts
 from extproc.request.patch import Fields, Patch
-from extproc.request.secrets import ANYWHERE, OWN_PLACES, SECRET_HEADERS
+from extproc.request.secrets import ANYWHERE, OWN_PLACES
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 APIS: Final[list[Api]] = sorted([file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None)
@@ -92,7 +92,6 @@ _PATHS: Final = [(re.compile(pattern).search, endpoint) for api in APIS for patt
 _USUAL = ("header:authorization", "header:x-api-key", "header:api-key", "header:x-goog-api-key", "query:key")
 ANYWHERE.extend(dict.fromkeys([*_USUAL, *[key for api in APIS for key in api.credentials]]))
 for _api in APIS:
-    SECRET_HEADERS.update([key.removeprefix("header:") for key in _api.credentials if key.startswith("header:")])
     OWN_PLACES.extend([(re.compile(pattern).search, _api.credentials) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]

@@ -158,7 +158,7 @@ class BudgetCandidate(Candidate):
         for planned, head in self._chosen:
             values: Values | None = head
             if planned.body:
-                values = planned.read_body(document, head, self.plan.id, missing)
+                values = planned.read_body(document, head, self.plan.id, missing, body.request.hash_key)
             if values is not None:
                 tenant = self.tenant if values is self.values else planned.name_caller(values)
                 self._reserve(reserved, planned, tenant, estimate, body.scope)

@@ -8,11 +8,13 @@ from typing import Final, TypeAlias
 from extproc.budgets.guard import ONE, BudgetGuard, BudgetRule
 from extproc.budgets.rule_keys import Rule
 from extproc.policy.bundle import Spec
-from extproc.request.callers import CallerNames, Values, compile_shown
-from extproc.request.document import Document, NotCounted, NotJson, find
+from extproc.request.callers import CallerNames, Values, compile_shown, find_hidden
+from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import join_descriptors
+from extproc.request.hash_key import HashKey, is_hidden
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_plainly
 from extproc.request.limit_keys import UNSUPPORTED_KEYS, list_sources
+from extproc.request.secrets import CREDENTIAL
 
 HeadDescriptors: TypeAlias = tuple[Descriptor, ...]
 BodyDescriptors: TypeAlias = tuple[tuple[Descriptor, list[str]], ...]
@@ -43,7 +45,7 @@ class PlannedRule:
         self.callers = CallerNames([*head, *[descriptor for descriptor, _ in body]])
         # Without a key that Loopguard cannot derive, a rule would merge callers that it was to tell apart.
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
-        self._match = () if self._never else tuple([(compile_plainly(key), value) for key, value in match.items()])
+        self._match = () if self._never else tuple([_compile_match(*pair) for pair in match.items()])
 
     @property
     def matched(self) -> list[Descriptor]:
@@ -83,17 +85,22 @@ class PlannedRule:
         return self._missing == "require_one" and (may_follow or len(values) > 0)
 
     def read_body(
-        self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]]
+        self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]], key: HashKey
     ) -> Values | None:
-        """The same with those in the body, in addition to `values`."""
+        """The same with those in the body, in addition to `values`; `key` is for hashes of secrets."""
         try:
             found = document.value() if document is not None else None
         except NotJson:
             found = None
         values = [*values]
         for descriptor, pointer in self.body:
-            _add(values, descriptor, find(found, pointer), policy, missing)
+            _add(values, descriptor, find_hidden(found, descriptor, pointer, key), policy, missing)
         return values if self._is_sufficient(values, len(self.head) + len(self.body), may_follow=False) else None
+
+
+def _compile_match(key: str, value: str) -> tuple[Descriptor, str]:
+    """What a request has to have. A secret may be given as it is or, as it is shown everywhere else, by its hash."""
+    return compile_plainly(key, hidden=key == CREDENTIAL or is_hidden(value)), value
 
 
 def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missing: list[tuple[str, str]]) -> None:

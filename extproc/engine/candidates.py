@@ -476,9 +476,10 @@ class Candidate:
         """A part of a key that changes with each release, so that earlier counts are not found again."""
         return renew(name, self.overrides)
 
-    def _read_body_descriptors(self, document: Document, missing: list[tuple[str, str]]) -> None:
-        """Take the whole caller."""
-        self.values = self.plan.read_body_descriptors(document, self.values, missing)
+    def _read_body_descriptors(self, body: RequestBody, inspected: int, missing: list[tuple[str, str]]) -> None:
+        """Take the whole caller; `inspected` is the largest body that is read, in bytes."""
+        key = body.request.hash_key
+        self.values = self.plan.read_body_descriptors(body.open(inspected), self.values, missing, key)
         self.caller = join_descriptors(self.values)
         self._look_up_caller(whole=True)
 
@@ -540,7 +541,7 @@ class LoopCandidate(Candidate):
         """See `Candidate`."""
         detector, sums = self.detector, body.sums
         if self.plan.reads_body:
-            self._read_body_descriptors(body.open(detector.max_inspect_bytes), missing)
+            self._read_body_descriptors(body, detector.max_inspect_bytes, missing)
         if not self.caller and self.plan.guards_strangers and not detector.needs_no_caller:
             raise NotCounted("missing_descriptor")
         if not detector.needs_body:
@@ -732,7 +733,7 @@ class SessionCandidate(Candidate):
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
         if self.plan.reads_body:
-            self._read_body_descriptors(body.open(self.limiter.max_inspect_bytes), missing)
+            self._read_body_descriptors(body, self.limiter.max_inspect_bytes, missing)
         if not self.caller and self.plan.guards_strangers:
             raise NotCounted("missing_descriptor")
         self.body_crc32 = body.sums.crc32

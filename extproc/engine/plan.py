@@ -20,9 +20,10 @@ from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
-from extproc.request.callers import CallerNames, Values, compile_shown, list_others
-from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
+from extproc.request.callers import CallerNames, Values, compile_shown, find_hidden, list_others
+from extproc.request.document import Document, NotCounted, NotJson, split_pointer
 from extproc.request.fingerprint import is_too_long
+from extproc.request.hash_key import HashKey
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
 from extproc.sessions.limits import SessionGuard
@@ -633,7 +634,7 @@ class Plan:
         return list(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing]))
 
     def read_body_descriptors(
-        self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]
+        self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]], key: HashKey
     ) -> list[tuple[str, str]]:
         """All of the caller's descriptors, including those in the body.
 
@@ -641,6 +642,7 @@ class Plan:
             document: the body.
             values: the result of `read_descriptors`.
             missing: as for `read_descriptors`.
+            key: for hashes of secrets.
 
         Raises:
             NotCounted: as in `read_descriptors`.
@@ -649,7 +651,7 @@ class Plan:
             value = document.value()
         except NotJson:
             value = None
-        found = [(descriptor, find(value, pointer)) for descriptor, pointer in self._body_descriptors]
+        found = [(each, find_hidden(value, each, pointer, key)) for each, pointer in self._body_descriptors]
         if any(len(text) > MAX_DESCRIPTOR for _, text in found):
             raise NotCounted("descriptor_too_long")
         values = [*values, *((descriptor.name, text) for descriptor, text in found if text)]

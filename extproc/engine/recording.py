@@ -18,7 +18,7 @@ from extproc.engine.plan import Plan
 from extproc.request.fingerprint import Body, is_too_long, write_crc32
 from extproc.request.http import MAX_DESCRIPTOR, Facts, HttpRequest
 from extproc.request.limit_keys import VENDOR_SESSION
-from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, SECRET_PARAMETER, list_places
+from extproc.request.secrets import CREDENTIAL, is_secret, list_places, says_secret
 from extproc.sessions.names import find_vendor_headers
 
 VERSION: Final = 1
@@ -47,11 +47,9 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
         if source == CREDENTIAL:
             headers |= {each: request.read_secret(f"header:{each}") or None for each in _list_credential_headers(request)}
         elif f"{source}:{name}" == VENDOR_SESSION:
-            headers |= {each: _write_value(request.read_header(each), plain) for each in find_vendor_headers(request)}
-        elif source == "header" and name in SECRET_HEADERS:
-            headers[name] = request.read_secret(f"header:{name}") or None
+            headers |= {each: _write_header(request, each, plain) for each in find_vendor_headers(request)}
         elif source == "header" and name != "host":
-            headers[name] = _write_value(request.read_header(name), plain) if name in request.headers else None
+            headers[name] = _write_header(request, name, plain)
         elif source == "jwt":
             claims[name] = _write_value(facts.claim(name), plain) or None
         elif source == "query":
@@ -95,6 +93,13 @@ def _write_value(value: str, plain: bool) -> str | bool:  # noqa: FBT001  # as `
     return _clean(value) if plain or not value else hash_value(value)
 
 
+def _write_header(request: HttpRequest, name: str, plain: bool) -> str | bool | None:  # noqa: FBT001  # as `record_head`
+    """A header's value; None if it is missing."""
+    if is_secret(f"header:{name}"):
+        return request.read_shown_header(name) or None
+    return _write_value(request.read_header(name), plain) if name in request.headers else None
+
+
 def hash_value(value: str) -> str:
     """blake2b-64, 16 hex digits."""
     return blake2b(value.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
@@ -127,7 +132,7 @@ def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -
         first = dict(reversed(pairs))
         pairs = [(name, first.get(name, "")) for name in dict.fromkeys(parameters)]
     hashed = [
-        f"{quote(_clean(name), safe='')}={value if name == SECRET_PARAMETER or not value else hash_value(value)}"
+        f"{quote(_clean(name), safe='')}={value if not value or says_secret(name) else hash_value(value)}"
         for name, value in pairs
     ]
     return "&".join([*hashed, whole] if whole else hashed)

@@ -16,7 +16,7 @@ from extproc.ext_proc.protobuf import read_varint
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, opens_websocket, write_claim
-from extproc.request.secrets import SECRET_HEADERS
+from extproc.request.secrets import is_secret
 
 MAX_HEADERS: Final = 10_000
 """Maximum number of request headers to read (Envoy takes 100 by default); further ones count as missing.
@@ -95,7 +95,7 @@ class _KnownHeaders:
         self._headers: dict[str, bytes] = {}
         for field, (name, value) in zip(fields, headers.items(), strict=True):
             # Credentials do not outlive their request here.
-            secret = name in SECRET_HEADERS or (name == ":path" and b"key=" in value)
+            secret = is_secret(f"header:{name}") or (name == ":path" and b"?" in value)
             kept = not secret and len(field) <= _MAX_KNOWN_SIZE
             self._fields.append(field if kept else None)
             self._headers[name] = value if kept else b""

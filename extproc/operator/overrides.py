@@ -48,8 +48,8 @@ from extproc.operator.table import write_time
 from extproc.policy.bundle import ALIAS
 from extproc.policy.messages import describe
 from extproc.request.hash_key import PROCESS_KEY, HashKey
-from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key
-from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, extract_secret
+from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key, is_in_body
+from extproc.request.secrets import CREDENTIAL, extract_secret, is_secret, says_secret
 from extproc.sessions.names import is_vendor_session
 from extproc.sessions.session_limits import MAX_TOOLS
 from extproc.store import Store
@@ -281,7 +281,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
     caller = given.get("caller", "")
     named = Target(caller) if isinstance(caller, str) else _name_caller(caller, plans, key)
-    target = named._replace(**{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
+    named = named._replace(**{field: given[field] for field in ("fingerprint", "tool") if field in given})
+    target = named._replace(session=_hash_session(given["session"], key)) if "session" in given else named
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
@@ -306,17 +307,30 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
 
 def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey) -> Target:
     """A caller by its values, of which a single secret is its name; secrets are replaced by their hashes, unless given so."""
+    known = {name for plan in plans for name in plan.list_names()}
+    named = {name if name in known else name.rpartition(":")[2]: text for name, text in values.items()}  # or of a limit key
+    claims = {name for name in named if any(plan.is_told_apart_by(f"jwt:{name}") for plan in plans)}
     forms = [form for plan in plans for form in plan.callers.forms]
-    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for form in forms if form.secret for name in (form.descriptor, form.name))}
+    secrets = {CREDENTIAL, *(name for form in forms if form.secret for name in (form.descriptor, form.name))}
+    secrets |= {name for name in named if says_secret(name)} - claims
     secrets -= {form.descriptor for form in forms if form.start}  # its values begin with the limit key
-    known, shown = {name for plan in plans for name in plan.list_names()}, {}
-    for given, text in values.items():
-        name = given if given in known else given.rpartition(":")[2]  # of a limit key
-        secret = name in secrets and not _HASH.fullmatch(text)
-        shown[name] = key.hide(extract_secret(text, name)) if secret else text
+    shown = {name: _hide(text, name, key) if name in secrets else text for name, text in named.items()}
     if len(shown) == 1 and secrets.issuperset(shown):
         return Target(caller=next(iter(shown.values())))
     return Target(descriptors=tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items())))
+
+
+def _hash_session(session: str | tuple[str, str], key: HashKey) -> str:
+    """The hash of a session, given that or its limit key and value; a secret is first replaced by its own hash."""
+    if isinstance(session, str):
+        return session
+    name, text = session
+    return hash_descriptor(name, _hide(text, name, key) if is_secret(name) and not is_in_body(name) else text)
+
+
+def _hide(secret: str, name: str, key: HashKey) -> str:
+    """The hash of a secret, unless that is given; `name` is that of its header."""
+    return secret if _HASH.fullmatch(secret) else key.hide(extract_secret(secret, name))
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
@@ -420,11 +434,11 @@ def _read_caller(value: object) -> str | dict[str, str]:
     raise ValueError(f"must be {_CALLER}")
 
 
-def _read_session(value: object) -> str:
+def _read_session(value: object) -> str | tuple[str, str]:
     if isinstance(value, dict) and len(value) == 1 and _are_texts(value):
         ((key, text),) = value.items()
         try:
-            return hash_descriptor(check_limit_key(key), text)
+            return check_limit_key(key), text
         except ValueError as error:
             raise ValueError(f"has a key that {error}", key) from None
     if isinstance(value, str) and _HASH.fullmatch(value):

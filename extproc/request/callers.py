@@ -22,7 +22,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from extproc.request.document import Json, find
 from extproc.request.fingerprint import hash_tenant, join_descriptors
+from extproc.request.hash_key import HashKey
 from extproc.request.http import Descriptor, HttpRequest, name_key
 from extproc.request.secrets import CREDENTIAL, is_secret
 
@@ -145,6 +147,12 @@ class Shown:
                     values.setdefault(secret, f"{key}:{secret}")
         found = list(values.values())
         return [first, *[value for value in found if value != first]]
+
+
+def find_hidden(value: Json, descriptor: Descriptor, pointer: Sequence[str], key: HashKey) -> str:
+    """The scalar at a pointer in a body, as text, or its hash if it is a secret; empty if there is none."""
+    text = find(value, pointer)
+    return key.hide(text) if text and is_secret(descriptor.key) else text
 
 
 def compile_shown(descriptors: Sequence[Descriptor]) -> tuple[Shown, ...]:

@@ -49,12 +49,17 @@ class HashKey:
         return digest.hexdigest()
 
 
+def is_hidden(value: str) -> bool:
+    """Whether a value may be the hash of a secret."""
+    return _HIDDEN.fullmatch(value) is not None
+
+
 class RecordedKey(HashKey):
     """The key for recorded requests, whose secrets are already hashed."""
 
     def hide(self, secret: str) -> str:
         """See `HashKey`."""
-        return secret if _HIDDEN.fullmatch(secret) else super().hide(secret)
+        return secret if is_hidden(secret) else super().hide(secret)
 
 
 PROCESS_KEY: Final = HashKey()

@@ -16,10 +16,10 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.limit_keys import FIRST_OF, UNSUPPORTED_KEYS, FirstOf
 from extproc.request.secrets import (
     CREDENTIAL,
-    SECRET_PARAMETER,
     extract_secret,
     is_secret,
     list_places,
+    says_secret,
 )
 
 MAX_DESCRIPTOR = 8_192
@@ -173,10 +173,16 @@ class HttpRequest:
     def read_shown_query(self) -> list[tuple[str, str]]:
         """The pairs of `read_query`, with hashes of secrets."""
         pairs = self.read_query()
-        if SECRET_PARAMETER not in [name for name, _ in pairs]:
+        secrets = {name for name, value in pairs if value and says_secret(name)}
+        if not secrets:
             return pairs
         hide = self.hash_key.hide
-        return [(name, hide(value) if value and name == SECRET_PARAMETER else value) for name, value in pairs]
+        return [(name, hide(value) if value and name in secrets else value) for name, value in pairs]
+
+    def read_shown_header(self, name: str) -> str:
+        """A header's value, or its hash if it is a secret; empty if missing."""
+        key = f"header:{name}"
+        return self.read_secret(key) if is_secret(key) else self.read_header(name)
 
     def read_secret(self, limit_key: str) -> str:
         """The hash of the secret that a limit key names, 16 hex digits; empty if the request has none."""
@@ -318,7 +324,7 @@ def compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> tuple[Descriptor
 def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
     """The descriptor of one limit key; with `hidden`, secrets are read as hashes."""
     source, _, argument = key.partition(":")
-    read = _read_secret if hidden and is_secret(key) else _READERS[source]
+    read = _read_secret if hidden and source != "body" and is_secret(key) else _READERS[source]
     return Descriptor(key, key, source, key if read is _read_secret else argument, read)
 
 

@@ -1,4 +1,9 @@
-"""Where requests contain secrets, such as API keys. Outside a request, only keyed hashes of these exist."""
+"""Where requests contain secrets, such as API keys. Outside a request, only keyed hashes of these exist.
+
+Gateways and SDKs invent names for credentials, so no list of names is complete. A header or parameter is a secret if its name
+says so: one of its words is, or ends in, key, token, secret, auth, cookie, password, credential or the like. A value that is
+needlessly hashed does no harm, so in doubt it is a secret. Names of APIs' own places count whatever they say.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,8 @@ from typing import Final
 CREDENTIAL: Final = "credential"
 """The limit key for the secret of a request, wherever it is."""
 
-SECRET_PARAMETER: Final = "key"  # noqa: S105  # the parameter's name, not a secret
-"""A query parameter."""
-
 ANYWHERE: Final[list[str]] = []
 """Limit keys for the places of secrets of any API, in the order in which they are tried; `apis` fills it."""
-
-SECRET_HEADERS: Final = {"authorization", "proxy-authorization", "cookie"}
-"""Headers whose values must not be kept outside a request; `apis` adds its own."""
 
 OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
 """Functions that recognize an API by its path, and limit keys for the places of its secrets; `apis` fills it."""
@@ -29,18 +28,45 @@ _MAX_KNOWN: Final = 1_024
 _ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
 _SCHEMES = frozenset({"bearer", "basic"})
 
+_HUMP = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_SAYS_SECRET = re.compile(
+    r"""
+    auth (?! or(?!i[sz]) | entic(?!at) )                                # oauth2, authorization; not author, authority
+    | (?<! mon | don | tur | hoc | joc ) (?<! whis | port ) key (?: s | id )? (?![a-z])     # portkey is a vendor
+    | api_?key
+    | token (?: id )? (?! [a-z] | _?(?: count | estimate | limit | budget | usage ) )       # tokens are counted
+    | (?: access | api | refresh | session | user ) _? tokens (?![a-z])
+    | secret (?! ar | i[ov] )                                           # not secretary
+    | cookies? (?![a-z])
+    | credential | passw(?:or)?d | passphrase
+    | (?<![a-z]) (?: bearer | jwt | pwd | sig | signature ) (?![a-z])
+    """,
+    re.VERBOSE,
+)
+
+
+def says_secret(name: str) -> bool:
+    """Whether the name of a header or parameter says that its value is a secret.
+
+    >>> [says_secret(name) for name in ("x-team-key", "accessToken", "APIKEY", "x-author", "max_tokens", "monkey")]
+    [True, True, True, False, False, False]
+    """
+    if not (name.islower() or name.isupper()):
+        name = _HUMP.sub("_", name)
+    return _SAYS_SECRET.search(name.lower().replace("-", "_")) is not None
+
 
 def is_secret(limit_key: str) -> bool:
     """Whether the value of a limit key is a secret, which is compared only by its hash."""
     source, _, name = limit_key.partition(":")
-    if source == "header":
-        return name in SECRET_HEADERS
-    return limit_key == CREDENTIAL or (source == "query" and name == SECRET_PARAMETER)
+    if source in {"header", "query"}:
+        return says_secret(name) or limit_key in ANYWHERE
+    return limit_key == CREDENTIAL or (source == "body" and says_secret(name.rpartition("/")[2]))
 
 
 def may_stand_in_query(limit_key: str) -> bool:
     """Whether the query may contain the secret that a limit key names."""
-    return limit_key in (CREDENTIAL, f"query:{SECRET_PARAMETER}")
+    return limit_key == CREDENTIAL or (limit_key.startswith("query:") and is_secret(limit_key))
 
 
 def list_places(path: str) -> tuple[str, ...]:
@@ -61,6 +87,7 @@ _recall_places: Final = lru_cache(_MAX_KNOWN)(_list_places)
 def extract_secret(value: str, header: str = "authorization") -> str:
     """The secret in a header's value: everything but the scheme (RFC 9110 section 11.4); empty if there is nothing else.
 
+    Only headers for authorization have schemes, but some clients send the most usual ones in any header.
     For AWS signatures, which change with every request, it is the access key id (Signature Version 4, `Credential=`).
 
     >>> extract_secret("Bearer sk-1")
@@ -68,9 +95,9 @@ def extract_secret(value: str, header: str = "authorization") -> str:
     >>> extract_secret("AWS4-HMAC-SHA256 Credential=AKIA1/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, ...")
     'AKIA1'
     """
-    if header == "cookie":  # which has no scheme
-        return value.strip()
     scheme, _, rest = value.strip().partition(" ")
+    if "auth" not in header and scheme.lower() not in _SCHEMES:
+        return value.strip()
     if scheme[:5].upper() == "AWS4-" and (found := _ACCESS_KEY.search(rest)) is not None:
         return found[1]
     rest = rest.strip()

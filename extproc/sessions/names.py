@@ -237,7 +237,7 @@ def hash_session(key: str, value: str) -> str:
 def _read_vendor(request: HttpRequest, _: str) -> str:
     """The first header by name that matches `VENDOR_SESSION`, as name and value; empty if there is none."""
     for name in find_vendor_headers(request):
-        value = request.read_header(name)
+        value = request.read_shown_header(name)
         if value:
             return f"{name}={value}"
     return ""

@@ -60,7 +60,8 @@ class _Key:
 
     def __init__(self, descriptor: Descriptor) -> None:
         self.descriptor = descriptor
-        self.header = descriptor.argument if descriptor.source == HEADER and descriptor.argument != "host" else ""
+        plain = descriptor.read is HttpRequest.read_header and descriptor.argument != "host"
+        self.header = descriptor.argument if plain else ""
 
 
 class _Form:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from tests.support.labelled import as_atif
-from tests.support.turn_writers import SHAPES, Did, as_anthropic, as_chat, as_responses
+from tests.support.turn_writers import SHAPES, Did, as_anthropic, as_chat, as_gemini, as_responses
 
 Json = dict[str, Any]
 
@@ -178,6 +178,38 @@ def _count_codex(session: AgentSession, number: int) -> Json:
     }
     payload = {"type": "token_count", "info": {"total_token_usage": {}, "last_token_usage": last}}
     return {"timestamp": write_time(session.tell_time(number)), "type": "event_msg", "payload": payload}
+
+
+def write_gemini_cli(session: AgentSession) -> Lines:
+    """Lines of Gemini CLI: each answer is written as it comes, and again with its results."""
+    about = {"sessionId": session.name, "projectHash": "ab12", "startTime": write_time(session.begins), "kind": "main"}
+    lines: Lines = [about, {"id": "u0", "type": "user", "content": "Fix it.", "timestamp": write_time(session.begins)}]
+    contents = as_gemini(session.turns)["contents"][1:]
+    number = 0
+    for place, content in enumerate(contents):
+        if content["role"] == "user":
+            said = [part for part in content["parts"] if "text" in part]
+            lines += [{"id": f"u{place}", "type": "user", "content": said}] if said else []
+            continue
+        number += 1
+        fresh, output, read, written = session.count_tokens(number)
+        behind = contents[place + 1]["parts"] if place + 1 < len(contents) and contents[place + 1]["role"] == "user" else []
+        results = [part for part in behind if "functionResponse" in part]
+        calls = [part["functionCall"] for part in content["parts"] if "functionCall" in part]
+        answer = {
+            "id": f"{session.name}-{number}",
+            "type": "gemini",
+            "content": "".join(part["text"] for part in content["parts"] if "text" in part and not part.get("thought")),
+            "timestamp": write_time(session.tell_time(number)),
+            "model": session.model,
+            "tokens": {"input": fresh + read + written, "cached": read + written, "output": output},
+        }
+        called = [
+            {"id": f"c{number}-{at}", **call, "status": "success", "result": results[at : at + 1] or None}
+            for at, call in enumerate(calls)
+        ]
+        lines += [answer, {"$set": {"lastUpdated": write_time(session.tell_time(number))}}, {**answer, "toolCalls": called}]
+    return lines
 
 
 def write_atif(session: AgentSession) -> Json:
@@ -371,6 +403,7 @@ def _write_value(value: Any) -> Json:  # noqa: ANN401  # JSON
 FORMATS: dict[str, Callable[[AgentSession], Lines]] = {
     "claude code": write_claude_code,
     "codex": write_codex,
+    "gemini cli": write_gemini_cli,
     "atif": lambda session: [write_atif(session)],
     **{api: (lambda session, api=api: write_requests(session, api)) for api in SHAPES},  # type: ignore[misc]
     **{

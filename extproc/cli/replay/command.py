@@ -31,7 +31,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of commands that read logs."""
     add_policy_flag(parser)
     parser.add_argument(
-        "log", nargs="+", metavar="LOG", help="access log or file of records, plain or gzip; - for standard input"
+        "log", nargs="+", metavar="LOG", help="access log or file of records, plain, gzip or zstd; - for standard input"
     )
     parser.add_argument(
         "--reorder-seconds",

@@ -7,9 +7,7 @@ with the logs. Nothing is skipped silently: unusable lines are counted, and the 
 
 from __future__ import annotations
 
-import gzip
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, cast
 
+from extproc.cli.packed import DAMAGES, is_bomb, open_packed
 from extproc.cli.replay.records import Recorded, UnusableError, parse_line
 from extproc.errors import LoopguardError
 
@@ -33,13 +32,13 @@ _OBJECT_BYTES = 1_000
 
 _GAP_MS = 3_600_000
 _PLACES = 5
-_GZIP = b"\x1f\x8b"
 
 PROBLEMS = {
     "no_record": "no record: no policy matched the request, or Loopguard ran without --record",
     "not_json": "not JSON: another format, or damaged",
     "truncated": "cut off: the log ends in the middle of a line, or of its compressed data",
     "damaged": "the log cannot be decompressed from here on",
+    "bomb": "decompressed, more than a thousand times as large as the log: not read from here on",
     "too_long": f"longer than {MAX_LINE // 2**20} MiB",
     "version": "a record of another version",
     "invalid": "a record that cannot be used",
@@ -113,10 +112,9 @@ class _Source:
         self._raw = raw
         self._problems = problems
         try:
-            packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
+            self._text = open_packed(raw)
         except OSError as error:
             raise LoopguardError(f"cannot read {name}: {error.strerror}") from error
-        self._text: BufferedReader | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if packed else raw
 
     def tell(self) -> int:
         """The number of bytes read from the file."""
@@ -136,7 +134,7 @@ class _Source:
                     yield place, recorded, len(line)
         except EOFError:
             self._problems.add("truncated", LogPlace(self.name, self.lines))
-        except (OSError, zlib.error) as error:
+        except (OSError, *DAMAGES) as error:
             self._problems.add("damaged", LogPlace(self.name, self.lines), str(error))
 
     def _read_lines(self) -> Iterator[bytes]:
@@ -144,9 +142,12 @@ class _Source:
         text = self._text
         while line := text.readline(MAX_LINE):
             self.lines += 1
+            if is_bomb(text, self._raw):
+                self._problems.add("bomb", LogPlace(self.name, self.lines))
+                return
             if len(line) == MAX_LINE and not line.endswith(b"\n"):
                 self._problems.add("too_long", LogPlace(self.name, self.lines))
-                while len(line) == MAX_LINE and not line.endswith(b"\n"):
+                while len(line) == MAX_LINE and not line.endswith(b"\n") and not is_bomb(text, self._raw):
                     line = text.readline(MAX_LINE)
             elif not line.isspace():
                 yield line

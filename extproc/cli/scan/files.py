@@ -1,9 +1,13 @@
-"""Finds the files to scan: all regular files below the given paths, each once, whatever links lead there."""
+"""Finds the files to scan: all regular files below the given paths, each once.
+
+Links are followed within a folder, and from a path that is given. One that leads out of its folder is not: what an agent or an
+archive puts there must not decide which files are read.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Final, NamedTuple
@@ -12,8 +16,12 @@ from extproc.cli.scan.lines import UnreadLines
 from extproc.cli.scan.transcripts import ScannedPlace
 from extproc.errors import UsageError
 
-USUAL: Final = ("~/.claude/projects", "~/.codex/sessions")
-"""Where agents leave transcripts."""
+_HOMES: Final = (
+    ("CLAUDE_CONFIG_DIR", "~/.claude", ("projects",)),
+    ("CODEX_HOME", "~/.codex", ("sessions", "archived_sessions")),
+    ("GEMINI_CLI_HOME", "~", (".gemini/tmp",)),
+)
+"""Where agents leave transcripts: the variable that names their folder, the folder without it, and what to read in it."""
 
 
 class FoundFile(NamedTuple):
@@ -23,15 +31,22 @@ class FoundFile(NamedTuple):
     size: int
 
 
+def list_usual(environ: Mapping[str, str]) -> list[str]:
+    """The folders in which agents leave transcripts."""
+    homes = [((environ.get(name) or usual).rstrip("/"), parts) for name, usual, parts in _HOMES]
+    return [f"{home}/{part}" for home, parts in homes for part in parts]
+
+
 def choose_paths(given: Sequence[str]) -> list[str]:
     """The given paths, or else the usual ones that exist.
 
     Raises:
         UsageError: there is none.
     """
-    paths = list(given) or [path for path in map(os.path.expanduser, USUAL) if Path(path).is_dir()]
+    usual = list_usual(os.environ)
+    paths = list(given) or [path for path in map(os.path.expanduser, usual) if Path(path).is_dir()]
     if not paths:
-        raise UsageError(f"no transcripts in {' or '.join(USUAL)}: name files or folders, such as `loopguard scan logs/`")
+        raise UsageError(f"no transcripts in {' or '.join(usual)}: name files or folders, such as `loopguard scan logs/`")
     for path in paths:
         if not path or not Path(path).exists():
             raise UsageError(f"{path or 'an empty path'} does not exist: name a file or a folder of transcripts")
@@ -46,6 +61,7 @@ def find_files(paths: Sequence[str], unread: UnreadLines, since: float = 0) -> l
 
 def _walk(path: str, seen: set[tuple[int, int]], unread: UnreadLines, since: float) -> Iterator[FoundFile]:
     waiting = [path]
+    root = os.path.realpath(path)
     while waiting:
         path = waiting.pop()
         try:
@@ -54,8 +70,16 @@ def _walk(path: str, seen: set[tuple[int, int]], unread: UnreadLines, since: flo
                 continue
             seen.add((found.st_dev, found.st_ino))
             if S_ISDIR(found.st_mode):
-                waiting += sorted(map(str, Path(path).iterdir()), reverse=True)
+                entries = sorted(Path(path).iterdir(), reverse=True)
+                leading_out = [entry for entry in entries if entry.is_symlink() and not _is_within(entry, root)]
+                for entry in leading_out:
+                    unread.add("link", ScannedPlace(str(entry), 1))
+                waiting += [str(entry) for entry in entries if entry not in leading_out]
             elif S_ISREG(found.st_mode) and found.st_size and found.st_mtime >= since:
                 yield FoundFile(path, found.st_size)
         except OSError as error:
             unread.add("unreadable", ScannedPlace(path, 1), error.strerror or "")
+
+
+def _is_within(entry: Path, root: str) -> bool:
+    return Path(os.path.realpath(entry)).is_relative_to(root)

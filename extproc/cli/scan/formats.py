@@ -9,6 +9,7 @@ import msgspec
 from extproc.cli.scan.atif import Atif
 from extproc.cli.scan.claude_code import ClaudeCode
 from extproc.cli.scan.codex import Codex
+from extproc.cli.scan.gemini_cli import GeminiCli
 from extproc.cli.scan.lines import LONGEST, UnreadLines, is_json, read_values
 from extproc.cli.scan.otlp import Otlp
 from extproc.cli.scan.requests import Requests
@@ -30,7 +31,9 @@ class ScannedFile:
         self._judging = judging
         self._unread = unread
         self._done = done
-        self._readers: list[TranscriptReader] = [Reader(self) for Reader in (ClaudeCode, Codex, Atif, Otlp, Requests)]
+        self._readers: list[TranscriptReader] = [
+            Reader(self) for Reader in (ClaudeCode, Codex, GeminiCli, Atif, Otlp, Requests)
+        ]
 
     def open(self, about: About, key: str, *, tools: bool = True) -> Watch:
         """See `Runs`."""

@@ -5,8 +5,6 @@ A file is a document if its first line is no JSON value by itself. Nothing in a 
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -14,13 +12,13 @@ from typing import Final
 
 import msgspec
 
-from extproc.cli.scan.transcripts import BAD_JSON, ScannedPlace
+from extproc.cli.packed import DAMAGES, PackedFile, is_bomb, open_packed
+from extproc.cli.scan.transcripts import BAD_JSON, ScannedPlace, mend_value
 
 LONGEST: Final = 32 * 2**20
 """Longest line or document that is read, in bytes."""
 
 _PLACES = 3
-_GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
 _MARK = b"\xef\xbb\xbf"
 _ANY: Final = msgspec.json.Decoder(msgspec.Raw)
@@ -31,8 +29,10 @@ PROBLEMS: Final = {
     "not_json": "not JSON: damaged, or cut off",
     "unreadable": "cannot be read: check the permissions",
     "damaged": "cannot be decompressed from here on: compress the file again",
+    "bomb": "decompressed, more than a thousand times as large as its file: not read from here on",
+    "link": "a link that leads out of the folder: not followed; give what it leads to as well",
     "foreign": "not a file of JSON",
-    "unknown": "JSON, but not Claude Code, Codex, ATIF, OTLP, or requests to a model",
+    "unknown": "JSON, but not Claude Code, Codex, Gemini CLI, ATIF, OTLP, or requests to a model",
     "unknown_kind": "of an unknown kind: ignored",
     "no_conversation": "a request without a conversation: ignored",
     "failed": "cannot be read because of a mistake in Loopguard: please report it",
@@ -40,7 +40,7 @@ PROBLEMS: Final = {
 }
 """What may be wrong with a line or a file, after `N lines: `."""
 
-HARMLESS: Final = frozenset({"foreign", "unknown_kind", "no_conversation", "unknown"})
+HARMLESS: Final = frozenset({"foreign", "unknown_kind", "no_conversation", "unknown", "link"})
 """Problems that are normal in folders that hold other files as well."""
 
 
@@ -101,10 +101,8 @@ def read_values(
     start = ScannedPlace(file, 1)
     try:
         with Path(file).open("rb") as raw:
-            packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
-            source = gzip.GzipFile(fileobj=raw) if packed else raw
-            yield from _Values(file, raw, source, unread, advance, longest).read()
-    except (EOFError, zlib.error, gzip.BadGzipFile):
+            yield from _Values(file, raw, open_packed(raw), unread, advance, longest).read()
+    except (EOFError, *DAMAGES):
         unread.add("damaged", start)
     except OSError as error:
         unread.add("unreadable", start, error.strerror or "")
@@ -115,7 +113,7 @@ class _Values:
         self,
         file: str,
         raw: BufferedReader,
-        source: BufferedReader | gzip.GzipFile,
+        source: PackedFile,
         unread: UnreadLines,
         advance: Callable[[int], object],
         longest: int,
@@ -130,7 +128,7 @@ class _Values:
             first = self._read_line()
         if first is None:
             return
-        first = first.removeprefix(_MARK)
+        first = mend_value(first.removeprefix(_MARK))
         if not first.lstrip().startswith((b"{", b"[")):
             self._unread.add("foreign", ScannedPlace(self._file, 1))
             return
@@ -146,7 +144,7 @@ class _Values:
         while (line := self._read_line()) is not None:
             if not line or line.isspace():
                 continue
-            yield ScannedPlace(self._file, self._line), line
+            yield ScannedPlace(self._file, self._line), mend_value(line)
         self._tell()
 
     def _open(self, value: bytes) -> Iterator[tuple[ScannedPlace, bytes]]:
@@ -170,7 +168,7 @@ class _Values:
         if size > self._longest and first.strip() in (b"{", b"["):
             self._unread.add("too_long", ScannedPlace(self._file, 1))
             return b""
-        whole = b"".join(pieces)
+        whole = mend_value(b"".join(pieces))
         if size <= self._longest and is_json(whole):
             self._tell()
             return whole
@@ -178,14 +176,17 @@ class _Values:
         return None
 
     def _read_line(self) -> bytes | None:
-        """The next line; None at the end, and empty for one that is too long."""
+        """The next line; None at the end or where a bomb begins, and empty for one that is too long."""
         line = self._source.readline(self._longest)
         if not line:
+            return None
+        if is_bomb(self._source, self._raw):
+            self._unread.add("bomb", ScannedPlace(self._file, self._line + 1))
             return None
         self._line += 1
         if len(line) == self._longest and not line.endswith(b"\n"):
             self._unread.add("too_long", ScannedPlace(self._file, self._line))
-            while line and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n") and not is_bomb(self._source, self._raw):
                 line = self._source.readline(_CHUNK)
                 self._tell()
             return b""

@@ -25,6 +25,7 @@ from extproc.cli.scan.transcripts import (
     UnknownLineError,
     count_tokens,
     cut_name,
+    mend_value,
     name_folder,
     read_time,
 )
@@ -204,7 +205,7 @@ def _parse(value: Any) -> Any:  # noqa: ANN401  # JSON
     """A value that may be JSON in a text."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
-            return _any.decode(value.encode("utf-8", "surrogatepass"))
+            return _any.decode(mend_value(value.encode("utf-8", "surrogatepass")))
         except BAD_JSON:
             return value
     return value

@@ -26,6 +26,7 @@ from extproc.cli.scan.transcripts import (
     WatchedRun,
     count_tokens,
     cut_name,
+    mend_value,
     name_folder,
     read_time,
 )
@@ -242,7 +243,7 @@ def _find_body(data: bytes, values: Values, deeper: int) -> tuple[bytes, Values,
         inner = values.get(key)
         text = bytes(inner).strip() if inner is not None else b""
         if text.startswith(b'"{'):
-            text = str(_open(inner)).encode("utf-8", "surrogatepass")
+            text = mend_value(str(_open(inner)).encode("utf-8", "surrogatepass"))
         if not text.startswith(b"{"):
             continue
         try:

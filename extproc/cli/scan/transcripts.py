@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from extproc.request.document import mend
 from extproc.sessions.rates import Usage
 
 NO_USAGE = Usage(0, 0)
@@ -154,6 +155,11 @@ class TranscriptReader(Protocol):
     def close(self) -> None:
         """The file ends."""
         ...
+
+
+def mend_value(value: bytes) -> bytes:
+    """A JSON value with halves of surrogate pairs replaced, as in bodies: most programs accept them, and msgspec does not."""
+    return mend(value) or value if b"\\ud" in value or b"\\uD" in value else value
 
 
 def cut_name(name: object) -> str:

@@ -16,7 +16,7 @@ from extproc.cli.envoy_config.usage import write_event_rules, write_rules
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
-from extproc.request.secrets import SECRET_HEADERS
+from extproc.request.secrets import ANYWHERE
 from extproc.sessions.prices import read_model
 from tests.support import ROOT
 from tests.support.documents import policy
@@ -68,7 +68,7 @@ def observe() -> Seen:
         "counts": [read_counts({b"input": 7.0}), read_counts({b"bill": '{"heard": 7, "spoken": 2}'})],
         "rules": [yaml.safe_load(write_rules()), yaml.safe_load(write_event_rules())],
         "places": [COUNT_PLACES["output"], MODEL_PLACES],
-        "credentials": sorted(SECRET_HEADERS),
+        "credentials": sorted(ANYWHERE),
         "speakers": [message.speaker for message in open_conversation(Document(content)).read_backwards()],
     }
 
@@ -87,7 +87,7 @@ def test_without_its_file_it_is_unknown() -> None:
     """What the tests below see is the file's doing."""
     with pytest.raises(NotCounted, match="no_messages"):
         open_conversation(Document(b'{"dialogue": [{"by": "you", "says": "Get in."}]}'))
-    assert "x-acme-key" not in SECRET_HEADERS
+    assert "header:x-acme-key" not in ANYWHERE
 
 
 @pytest.mark.slow
@@ -133,4 +133,4 @@ def test_its_model_and_its_usage_are_read(seen: Seen) -> None:
 
 def test_its_secrets_are_not_remembered(seen: Seen) -> None:
     """The header in which its clients show who they are is one of those."""
-    assert "x-acme-key" in seen["credentials"]
+    assert "header:x-acme-key" in seen["credentials"]

@@ -1,0 +1,217 @@
+"""Sessions of Gemini CLI: `~/.gemini/tmp/<project>/chats/session-<time>-<id>.json`, or `.jsonl` in newer versions.
+
+The first line is about the session, and every other one is a message. An answer of the model has its calls with their results.
+A message is written again, whole, when results arrive, so the newest one is complete only when another begins. Sub-agents have
+files of their own below `chats/<session>/`. A session that is resumed from a document is copied into lines with equal ids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from extproc.cli.scan.transcripts import (
+    BAD_JSON,
+    NO_USAGE,
+    About,
+    ModelCall,
+    Runs,
+    ScannedPlace,
+    UnknownLineError,
+    WatchedRun,
+    count_tokens,
+    cut_name,
+    identify,
+    name_folder,
+    read_time,
+)
+from extproc.sessions.rates import Usage
+
+_USER: Final = "user"
+_ANSWER: Final = "gemini"
+_NOT_MESSAGES: Final = frozenset({"info", "error", "warning"})
+_RESPONSE: Final = "functionResponse"
+_CHATS: Final = "chats"
+_MOST_KNOWN = 200_000
+
+
+class _CliTokens(msgspec.Struct):
+    input: Any = 0
+    output: Any = 0
+    cached: Any = 0
+    thoughts: Any = 0
+    tool: Any = 0
+
+
+class _CliCall(msgspec.Struct):
+    name: str = ""
+    id: str | None = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+    result: Any = None
+    status: str | None = None
+    shown: Any = msgspec.field(default=None, name="resultDisplay")
+
+
+class _CliMessage(msgspec.Struct):
+    id: str
+    type: str
+    content: Any = None
+    timestamp: str | None = None
+    model: str | None = None
+    tokens: _CliTokens | None = None
+    calls: list[_CliCall] | None = msgspec.field(default=None, name="toolCalls")
+
+
+class _CliLine(msgspec.Struct):
+    session: str | None = msgspec.field(default=None, name="sessionId")
+    project: str | None = msgspec.field(default=None, name="projectHash")
+    kind: str | None = None
+    id: str | None = None
+    type: str | None = None
+    messages: list[msgspec.Raw] | None = None
+    changed: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="$set")
+    rewound: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="$rewindTo")
+
+
+_decode = msgspec.json.Decoder(_CliLine).decode
+_decode_message = msgspec.json.Decoder(_CliMessage).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class GeminiCli:
+    """Reads the lines of a file; see `TranscriptReader`."""
+
+    kind = "Gemini CLI"
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._begin("", "")
+
+    def _begin(self, session: str, kind: str) -> None:
+        self._session, self._kind = session, kind
+        self._run: WatchedRun | None = None
+        self._newest: _CliMessage | None = None  # an answer that may still be written again
+        self._place: ScannedPlace | None = None
+        self._known: set[str] = set()
+
+    def read(self, data: bytes, place: ScannedPlace) -> bool:
+        """See `TranscriptReader`."""
+        try:
+            line = _decode(data)
+        except BAD_JSON:
+            return False
+        if line.session and line.project:
+            self._open(line, place)
+            return True
+        changed, rewound = bytes(line.changed), bytes(line.rewound)
+        if not self._session or not (changed or rewound or (line.id and line.type)):
+            return False
+        if rewound or b'"messages"' in changed:  # another history
+            self._flush()
+            if self._run is not None:
+                self._run.restart()
+        elif not changed:
+            self._take(data, place)
+        return True
+
+    def _open(self, line: _CliLine, place: ScannedPlace) -> None:
+        """Begin a session, unless it is told again about the same one."""
+        if line.session != self._session:
+            self.close()
+            self._begin(cut_name(line.session), line.kind or "")
+        for raw in line.messages or ():
+            try:
+                self._take(bytes(raw), place)
+            except UnknownLineError as unknown:
+                self._runs.pass_over(self.kind, unknown, place)
+
+    def close(self) -> None:
+        """See `TranscriptReader`."""
+        self._flush()
+        if self._run is not None:
+            self._run.close()
+        self._begin("", "")
+
+    def _take(self, data: bytes, place: ScannedPlace) -> None:
+        try:
+            message = _decode_message(data)
+        except BAD_JSON as error:
+            raise UnknownLineError(f"a message: {error}", "unread") from None
+        if message.type in _NOT_MESSAGES:
+            return
+        if message.type not in {_USER, _ANSWER}:
+            raise UnknownLineError(message.type)
+        if self._newest is not None and message.id == self._newest.id:
+            self._newest = message
+            return
+        if message.id in self._known:  # an older one, which the session goes on from as it was
+            return
+        if len(self._known) < _MOST_KNOWN:
+            self._known.add(message.id)
+        self._flush()
+        if message.type == _ANSWER:
+            self._newest, self._place = message, place
+        elif self._run is not None:
+            self._run.add([_encode({"role": "user", "parts": _list_parts(message.content)})])
+
+    def _flush(self) -> None:
+        """The newest answer is complete."""
+        answer, place = self._newest, self._place
+        self._newest = None
+        if answer is None or place is None:
+            return
+        if self._run is None:
+            self._run = self._runs.open(self._describe(place), "contents")
+        identity = identify(self.kind, answer.id)
+        call = ModelCall(place, read_time(answer.timestamp), cut_name(answer.model), _count(answer.tokens), identity=identity)
+        self._run.ask(call)
+        calls = answer.calls or []
+        said = [*_list_parts(answer.content), *[{"functionCall": _name(each, args=each.args)} for each in calls]]
+        messages = [{"role": "model", "parts": said}]
+        results = [part for each in calls for part in _list_results(each)]
+        if results:
+            messages.append({"role": "user", "parts": results})
+        self._run.add([_encode(message) for message in messages])
+
+    def _describe(self, place: ScannedPlace) -> About:
+        """Whose session it is, by its folders: the project's, `chats`, and for a sub-agent the session that started it."""
+        folder = Path(place.file).parent
+        below = folder.parent.name == _CHATS
+        root = folder.name if below and self._kind == "subagent" else self._session
+        while _CHATS in {folder.name, folder.parent.name}:
+            folder = folder.parent
+        agent = "gemini-cli sub-agent" if self._kind == "subagent" else "gemini-cli"
+        return About(self.kind, self._session, name_folder(str(folder / "_")), agent, cut_name(root))
+
+
+def _count(tokens: _CliTokens | None) -> Usage:
+    """The tokens of a call; those of the input include cached ones."""
+    if tokens is None:
+        return NO_USAGE
+    read = count_tokens(tokens.cached)
+    fresh = max(0, count_tokens(tokens.input) - read) + count_tokens(tokens.tool)
+    return Usage(fresh, count_tokens(tokens.output) + count_tokens(tokens.thoughts), read, 0)
+
+
+def _name(call: _CliCall, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+    """A call, or its response, with the id by which they belong together."""
+    return {"name": call.name, **({"id": call.id} if call.id else {}), **more}
+
+
+def _list_parts(content: Any) -> list[Any]:  # noqa: ANN401  # JSON
+    """The parts of a message, which may be written as a text, a part or a list of both."""
+    listed = content if isinstance(content, list) else [content]
+    return [{"text": part} if isinstance(part, str) else part for part in listed if part is not None and part != ""]
+
+
+def _list_results(call: _CliCall) -> list[Any]:
+    """The parts that answer a call; none if it was not answered."""
+    parts = _list_parts(call.result)
+    if any(isinstance(part, dict) and _RESPONSE in part for part in parts):
+        return parts
+    if not parts and call.shown is None:
+        return []
+    output = parts or call.shown
+    return [{_RESPONSE: _name(call, response={"output": output, "status": call.status})}]
