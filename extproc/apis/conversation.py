@@ -31,15 +31,14 @@ from extproc.apis.places import Place
 from extproc.bounded import Memo
 from extproc.request.document import (
     ABSENT,
+    INSPECTION,
     MAX_STEPS,
     WORTH_COUNTING,
     Document,
     Json,
     NotCounted,
-    count_left,
     decode_json,
     open_value,
-    start_looking,
     walk,
     write_canonical,
 )
@@ -422,13 +421,12 @@ class Message:
         shape: see `Shape`.
         speaker: who says it.
         place: index among the messages.
-        joined: calls before it that were made at once with it.
+        joined: calls before it that were made at once with it, newest first.
         known: the cached conversation; None if there is none.
-        steps: steps of `walk` that it took to read its parts; 0 if they were not read.
-        fractions: numbers with a fraction that it took; see `count_left`.
+        units: units that it took to read its parts, see `Inspection`; 0 if they were not read.
     """
 
-    __slots__ = ("_conversation", "_parts", "fractions", "joined", "known", "place", "shape", "speaker", "steps")
+    __slots__ = ("_conversation", "_parts", "joined", "known", "place", "shape", "speaker", "units")
 
     def __init__(
         self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
@@ -441,8 +439,7 @@ class Message:
         self._conversation = conversation
         self._parts = parts
         self.known: KnownMessages | None = conversation.known if conversation is not None else None
-        self.steps = 0
-        self.fractions = 0
+        self.units = 0
 
     @property
     def value(self) -> Any:  # noqa: ANN401  # of the shape's
@@ -455,7 +452,9 @@ class Message:
 
     def join(self, older: Message) -> None:
         """Add the preceding call, which was made at once with this one."""
-        self.joined = [older, *(self.joined or ())]
+        if self.joined is None:
+            self.joined = []
+        self.joined.append(older)
 
     def read_parts(self) -> list[Part]:
         """The message's parts, in order.
@@ -465,15 +464,14 @@ class Message:
         """
         parts = self._parts
         if parts is None:
-            steps, fractions = count_left()
+            left = INSPECTION.left
             walk(1)
             conversation = self._conversation
             parts = self.shape.read(self.value) if conversation is None else conversation.read_parts(self.place)
             if self.joined is not None:
-                parts = [part for message in self.joined for part in message.read_parts()] + parts
+                parts = [part for message in self.joined[::-1] for part in message.read_parts()] + parts
             self._parts = parts
-            steps_left, fractions_left = count_left()
-            self.steps, self.fractions = steps - steps_left, fractions - fractions_left
+            self.units = left - INSPECTION.left
         return parts
 
     def is_reference(self) -> bool:
@@ -483,7 +481,7 @@ class Message:
 
     def list_values(self) -> list[Any]:
         """The message's value, and those of the calls that were made at once with it."""
-        return [*[message.value for message in self.joined or ()], self.value]
+        return [*[message.value for message in (self.joined or [])[::-1]], self.value]
 
     def find_whole(self, document: Document) -> Json:
         """The whole message; ABSENT if it says nothing.
@@ -526,7 +524,7 @@ class Conversation:
         self.body = body
         self._data = data
         self._first_words: str | None = None
-        self._read: dict[int, tuple[list[Part], int, int]] = {}
+        self._read: dict[int, tuple[list[Part], int]] = {}
         self.known: KnownMessages | None = None
         self.earlier: KnownMessages | None = None
         self.transcript: Any = None
@@ -676,19 +674,18 @@ class Conversation:
         return place in self._read
 
     def read_parts(self, place: int) -> list[Part]:
-        """The parts of the message at a place. They are read only once, but use up as much of the bounds each time.
+        """The parts of the message at a place. They are read only once, but take as many units each time.
 
         Raises:
             NotCounted: it cannot be read, or is too large.
         """
         found = self._read.get(place)
         if found is not None:
-            walk(found[1], found[2])
+            INSPECTION.take(found[1])
             return found[0]
-        steps, fractions = count_left()
+        left = INSPECTION.left
         parts = self.shape.read(self.open_message(place))
-        steps_left, fractions_left = count_left()
-        self._read[place] = parts, steps - steps_left, fractions - fractions_left
+        self._read[place] = parts, left - INSPECTION.left
         return parts
 
     def check_count(self) -> None:
@@ -763,8 +760,7 @@ class Shapes:
             except NotCounted as failure:
                 found = failure.renew()
             document.conversation = found
-        else:
-            start_looking()
+        INSPECTION.begin()  # behind it, or the first reader would pay for all
         if isinstance(found, NotCounted):
             raise found.renew()
         return found

@@ -103,5 +103,5 @@ def _count_value(value: object, depth: int = 0) -> int:
 
 def _is_media(block: dict[str, object]) -> bool:
     """Whether a block is an image or another file."""
-    kind = read_string(block.get("type", "")).lower()
-    return any(word in kind or word in key.lower() for word in _MEDIA for key in block)
+    names = " ".join([read_string(block.get("type", "")), *block]).lower()
+    return any([word in names for word in _MEDIA])

@@ -26,7 +26,7 @@ from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.apis.usage import find_behind, find_model
 from extproc.decision import Framed
-from extproc.request.document import ABSENT, Json, decode_json, hook_number_in_part, open_value, walk, write_canonical
+from extproc.request.document import ABSENT, Json, decode_json, hook_number, open_value, walk, write_canonical
 from extproc.request.patch import Fields, Patch, Value
 
 _DEPLOYMENTS: Final = ("/deployments/", "/engines/")
@@ -72,8 +72,8 @@ ToolCall: Final[Any] = defstruct(
 )
 """An element of `tool_calls`."""
 
-_decode_calls: Final = json.Decoder(list[ToolCall], float_hook=hook_number_in_part).decode
-_decode_tool: Final = json.Decoder(ChatTool, float_hook=hook_number_in_part).decode
+_decode_calls: Final = json.Decoder(list[ToolCall], float_hook=hook_number).decode
+_decode_tool: Final = json.Decoder(ChatTool, float_hook=hook_number).decode
 
 
 def _look_back(body: Json) -> Before:

@@ -17,7 +17,7 @@ from extproc.bounded import Memo
 from extproc.detectors.alike import fold
 from extproc.detectors.arguments import is_for_thinking, reduce_arguments, tidy_command
 from extproc.request.clients import FAILED_CALL
-from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
+from extproc.request.document import INSPECTION, Json, NotJson, decode_json, write_canonical
 
 MAX_NAME: Final = 256
 """Longer names of tools and commands are cut to this many characters."""
@@ -188,16 +188,16 @@ def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
     """The first word of the action in a text, and the action in canonical spelling; without an action, no word and the text.
 
-    Recent answers are cached, unless the text has numbers that count against a limit; see `count_left`.
+    Recent answers are cached, unless they take units to read; see `Inspection`.
     """
     if len(text) > _LONGEST_KNOWN:
         return _read_text(text, ignored)
     key = ignored, text.encode()
     found = _KNOWN.get(key)
     if found is None:
-        _, fractions = count_left()
+        left = INSPECTION.left
         found = _read_text(text, ignored)
-        if len(key[1]) <= _LONGEST_KNOWN and count_left()[1] == fractions:
+        if len(key[1]) <= _LONGEST_KNOWN and INSPECTION.left == left:
             _KNOWN.put(key, found)
     return found
 

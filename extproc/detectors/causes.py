@@ -24,7 +24,7 @@ from extproc.detectors.failures import SAID_WITHIN, TRANSIENT, find_complaint
 from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
 from extproc.detectors.schemas import MISSING, UNKNOWN, Fault, find_fault, join_path
 from extproc.detectors.turn import FAILURE_MARK, Turn, read_turns
-from extproc.request.document import ABSENT, Document, Json, NotCounted, count_left, decode_json, walk
+from extproc.request.document import ABSENT, INSPECTION, STEP, Document, Json, NotCounted, decode_json
 from extproc.request.quoting import MAX_QUOTED, quote
 
 MISSING_ARGUMENT: Final = "missing_argument"
@@ -41,8 +41,8 @@ _MOST_CONTAINERS: Final = 1_500
 _MOST_VALUES: Final = 4_000
 """Maximum bytes of a schema or of arguments, and maximum objects and lists, and commas, in them."""
 
-_MOST_FRACTIONS: Final = 200
-"""Maximum count of numbers with a fraction in all that is read."""
+_UNITS: Final = 200 * STEP
+"""What the search may take; see `Inspection`."""
 
 _LONGEST_PATH: Final = 128
 _MOST_NAMED: Final = 3
@@ -100,7 +100,7 @@ def find_cause(document: Document, repeat: Repeat | None, newer: int = 0) -> Cau
         return None
     try:
         conversation = open_conversation(document)
-        walk(0, count_left()[1] - _MOST_FRACTIONS)
+        INSPECTION.left = _UNITS
         turns = islice(read_turns(conversation, document, THOUGHTS), newer, None)
         newest = next(turns, None)
         if newest is None:

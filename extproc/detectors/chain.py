@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 from zlib import crc32
 
@@ -26,7 +28,7 @@ from extproc.apis.messages import CALL, REFERENCE, RESULT, TEXT, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import cut_thinking
 from extproc.detectors.turn import digest
-from extproc.request.document import Document, NotCounted, count_left, start_looking, walk, write_canonical
+from extproc.request.document import INSPECTION, Document, NotCounted, walk, write_canonical
 
 CALL_DIGEST: Final = 6
 TOOL_DIGEST: Final = 4
@@ -95,21 +97,17 @@ class ShownMessage:
         hashes: those of the messages with a link of their own.
         calls: its calls, in order.
         only_calls: it has calls, or a reference to one, and no text.
-        steps: steps of `walk` that it takes to read.
-        fractions: numbers with a fraction that it takes to read; see `count_left`.
+        units: units that it takes to read; see `Inspection`.
     """
 
-    __slots__ = ("calls", "fractions", "hash", "hashes", "only_calls", "steps")
+    __slots__ = ("calls", "hash", "hashes", "only_calls", "units")
 
-    def __init__(
-        self, hashes: list[bytes], calls: list[CountedCall], steps: int = 0, fractions: int = 0, *, only_calls: bool = False
-    ) -> None:
+    def __init__(self, hashes: list[bytes], calls: list[CountedCall], units: int = 0, *, only_calls: bool = False) -> None:
         self.hash = hashes[0] if len(hashes) == 1 else digest(b"".join(hashes), _ID)
         self.hashes = hashes
         self.calls = calls
         self.only_calls = only_calls
-        self.steps = steps
-        self.fractions = fractions
+        self.units = units
 
 
 _KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
@@ -176,40 +174,38 @@ class Transcript:
         first: index of the user's first message; -1 if there is none.
         turns: the assistant's turns, oldest first; consecutive messages are one turn.
         goes_on: the newest message is the assistant's.
-        steps: as in `ShownMessage`.
-        fractions: as in `ShownMessage`.
+        units: as in `ShownMessage`.
         before: the place without the newest turn; None if unknown.
         places: results of `find_place`, by whether the newest turn is a prefill and does not count.
     """
 
-    __slots__ = ("before", "first", "fractions", "goes_on", "places", "steps", "turns")
+    __slots__ = ("before", "first", "goes_on", "places", "turns", "units")
 
     def __init__(self, earlier: Transcript | None) -> None:
         """Start empty, or with the turns of an earlier transcript."""
         self.first: int = -1 if earlier is None else earlier.first
         self.turns: list[ShownMessage] = [] if earlier is None else earlier.turns.copy()
         self.goes_on = False
-        self.steps = 0
-        self.fractions = 0
+        self.units = 0
         self.before: ChainPlace | None = None if earlier is None else earlier.places.get(False)
         self.places: dict[bool, ChainPlace | None] = {}
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
-    """What a conversation shows. It is read only once, and uses up nothing of its callers' bounds.
+    """What a conversation shows. It is read only once, and takes no units of its callers.
 
     Raises:
         NotCounted: a message cannot be read, or there are too many.
     """
     found: Transcript | NotCounted | None = conversation.transcript
-    start_looking()
+    INSPECTION.begin()
     if found is None:
         try:
             found = _read(conversation)
         except NotCounted as failure:
             found = failure.renew()
         conversation.transcript = found
-        start_looking()
+        INSPECTION.begin()
     if isinstance(found, NotCounted):
         raise found.renew()
     return found
@@ -235,26 +231,25 @@ def digest_tool(name: str) -> bytes:
 
 
 def _read(conversation: Conversation) -> Transcript:
-    """Read a conversation. Turns of earlier requests may be cached, but use up as much of the bounds."""
+    """Read a conversation. Turns of earlier requests may be cached, but take as many units."""
     known, earlier = conversation.known, conversation.earlier
     if known is not None and known.transcript is not None:
         again: Transcript = known.transcript
-        walk(again.steps, again.fractions)
+        INSPECTION.take(again.units)
         return again
     before: Transcript | None = earlier.transcript if earlier is not None else None
     if before is not None and before.goes_on:
         before = None
-    steps, fractions = count_left()
+    left = INSPECTION.left
     if before is not None:
-        walk(before.steps, before.fractions)
+        INSPECTION.take(before.units)
     made = Transcript(before)
     begins = len(earlier.ends) if earlier is not None and before is not None else 0
     groups = _list_groups(conversation, begins, made)
     made.turns += [_join(group) if group[1:] else group[0] for group in groups]
     if len(groups) != 1:
         made.before = None
-    steps_left, fractions_left = count_left()
-    made.steps, made.fractions = steps - steps_left, fractions - fractions_left
+    made.units = left - INSPECTION.left
     if known is not None:
         spoken = zip(known.speakers[begins:], known.shown[begins:], strict=True)
         if all(shown is not None for speaker, shown in spoken if speaker == ASSISTANT):  # all are small enough
@@ -275,17 +270,23 @@ def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> l
         if speaker == ASSISTANT:
             message = _look_at(conversation, place)
             if not made.goes_on:
-                groups.append([message])
-            elif joins and message.only_calls and groups[-1][-1].only_calls:
-                groups[-1][-1] = _join([groups[-1][-1], message], at_once=True)
-            else:
-                groups[-1].append(message)
+                groups.append([])
+            groups[-1].append(message)
             made.goes_on = True
         elif speaker:
             if speaker == USER and made.first < 0:
                 made.first = place
             made.goes_on = False
-    return groups
+    return [_join_calls(group) for group in groups] if joins else groups
+
+
+def _join_calls(messages: list[ShownMessage]) -> list[ShownMessage]:
+    """Join adjacent messages that consist of calls, which were made at once."""
+    joined: list[ShownMessage] = []
+    for only_calls, adjacent in groupby(messages, attrgetter("only_calls")):
+        made = list(adjacent)
+        joined += [_join(made, at_once=True)] if only_calls and len(made) > 1 else made
+    return joined
 
 
 def _join(messages: list[ShownMessage], *, at_once: bool = False) -> ShownMessage:
@@ -300,12 +301,12 @@ def _look_at(conversation: Conversation, place: int) -> ShownMessage:
     known = conversation.known
     kept: ShownMessage | None = known.shown[place] if known is not None else None
     if kept is not None:
-        walk(kept.steps, kept.fractions)
+        INSPECTION.take(kept.units)
         return kept
     if known is not None and conversation.has_read(place):  # usually the newest, in which a detector has looked for loops
-        steps, fractions = count_left()
+        left = INSPECTION.left
         walk(1)
-        shown = _show(conversation.read_parts(place), steps, fractions)
+        shown = _show(conversation.read_parts(place), left)
     else:
         shown = _look(conversation.shape, conversation.open_message(place))
     small = len(shown.calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in shown.calls]) <= _LONGEST_NAMES_KEPT
@@ -315,25 +316,25 @@ def _look_at(conversation: Conversation, place: int) -> ShownMessage:
 
 
 def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
-    """Read a message. Recent ones are cached, but use up as much of the bounds."""
+    """Read a message. Recent ones are cached, but take as many units."""
     key = _encode(value)  # with all keys of the shape, so no message of another shape has the same
     if len(key) > _LONGEST_KEY:
         key = digest(key, _ID)
     shown = _KNOWN.get(key)
     if shown is not None:
-        walk(shown.steps, shown.fractions)
+        INSPECTION.take(shown.units)
         return shown
-    steps, fractions = count_left()
+    left = INSPECTION.left
     walk(1)
-    shown = _show(shape.read(value), steps, fractions)
+    shown = _show(shape.read(value), left)
     calls = shown.calls
     if len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
         _KNOWN.put(key, shown)
     return shown
 
 
-def _show(parts: list[Part], steps: int, fractions: int) -> ShownMessage:
-    """What a message with these parts shows; `steps` and `fractions` were left before it was read."""
+def _show(parts: list[Part], left: int) -> ShownMessage:
+    """What a message with these parts shows; `left` is the number of units before it was read."""
     spelled: list[bytes] = []
     calls: list[CountedCall] = []
     for part in parts:
@@ -344,9 +345,8 @@ def _show(parts: list[Part], steps: int, fractions: int) -> ShownMessage:
             spelled.append(call)
             calls.append(CountedCall(part, call))
     hashed = digest(_SEPARATOR.join([part for part in spelled if part]), _ID)
-    steps_left, fractions_left = count_left()
     only_calls = TEXT not in [part.kind for part in parts] and bool(spelled)
-    return ShownMessage([hashed], calls, steps - steps_left, fractions - fractions_left, only_calls=only_calls)
+    return ShownMessage([hashed], calls, left - INSPECTION.left, only_calls=only_calls)
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:
@@ -367,7 +367,7 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         with suppress(NotCounted):
             opening = _look_at(conversation, shown.first).hash if shown.first >= 0 else b""
             place = ChainPlace(opening, turns, None if prefilled else shown.before)
-        start_looking()
+        INSPECTION.begin()
     shown.places[prefilled] = place
     return place
 

@@ -29,7 +29,7 @@ from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.looks import look_for
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
-from extproc.request.document import ABSENT, MAX_STEPS, Document, count_left, walk, write_canonical
+from extproc.request.document import ABSENT, INSPECTION, MAX_STEPS, STEP, Document, write_canonical
 
 _NEXT: Final = "\x1e"  # a record separator (ASCII), which texts rarely contain
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
@@ -48,10 +48,10 @@ _MOST_KNOWN: Final = 4_096
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
 
-_FREE: Final = 4
+_FREE: Final = 4 * STEP
 _MOST_NAMES_KEPT: Final = 2
 _LONGEST_NAMES_KEPT: Final = 64
-"""Maximum bounds that a cached action uses up, and number and length of its names."""
+"""Maximum units that a cached action takes, and number and length of its names."""
 
 _KNOWN: Final = 1
 _RETURNED: Final = 2
@@ -217,8 +217,8 @@ class KnownResult:
     Attributes:
         ignored: as in `KnownAction`.
         serials: of the turn's messages; see `KnownMessages`.
-        steps: steps of `walk` that it takes to read the result, without those for messages behind the assistant's.
-        heard: steps for these.
+        units: units that it takes to read the result, without those for messages behind the assistant's; see `Inspection`.
+        heard: units for these.
         returned: as in `Turn`.
         hash: Python's hash of the result.
         size: length of the result, in characters.
@@ -257,14 +257,14 @@ class KnownResult:
         "serials",
         "size",
         "start",
-        "steps",
+        "units",
     )
 
     def __init__(  # noqa: PLR0913  # a record
         self,
         ignored: frozenset[str],
         serials: list[int],
-        steps: int,
+        units: int,
         heard: int,
         result: str,
         images: bytes,
@@ -274,7 +274,7 @@ class KnownResult:
         """Take a result."""
         self.ignored = ignored
         self.serials = serials
-        self.steps = steps
+        self.units = units
         self.heard = heard
         self.returned = returned
         self.hash = hash(result)
@@ -321,7 +321,7 @@ class Turn:
         "_failed",
         "_failure",
         "_failure_id",
-        "_fractions",
+        "_bounded",
         "_head",
         "_ids",
         "_images",
@@ -375,7 +375,7 @@ class Turn:
         self._end = end
         self._action: AssistantAction | None = None
         self._cost = -1
-        self._fractions = False  # the action that was read has numbers with fractions
+        self._bounded = False  # it takes units to read the action, besides those of its message
         self.known_action: KnownAction | None = None
         self._kept: KnownResult | None = None
         self._taken = -1
@@ -442,19 +442,18 @@ class Turn:
 
     @property
     def parts(self) -> list[Part]:
-        """What stands in the assistant's message. A few parts take nothing of the bounds before results are read."""
+        """What stands in the assistant's message. A few parts take no units before results are read."""
         message = self._open()
         if message is None:
             return []
         if self._cost >= 0:
             return message.read_parts()
-        steps, fractions = count_left()
+        left = INSPECTION.left
         parts = message.read_parts()
-        steps_left, fractions_left = count_left()
-        self._cost = steps - steps_left
-        if self._cost > _FREE or fractions != fractions_left:
+        self._cost = left - INSPECTION.left
+        if self._cost > _FREE:
             self._cost = 0
-        walk(-self._cost)
+        INSPECTION.take(-self._cost)
         return parts
 
     @property
@@ -466,11 +465,11 @@ class Turn:
     def action(self) -> AssistantAction:
         """What the assistant did; nothing if that is unknown."""
         if self._action is None:
-            _, fractions = count_left()
+            left = INSPECTION.left
             action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
             self._action = action if action.names or not self.known else self._read_failed_call() or action
-            self._fractions = count_left()[1] != fractions
-            message, free = self._open(), self._cost > 0 and not self._fractions
+            self._bounded = INSPECTION.left != left
+            message, free = self._open(), self._cost > 0 and not self._bounded
             small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
             if message is not None and message.known is not None and message.joined is None and free and small:
                 kept = KnownAction(self._reading.ignored, action)
@@ -530,49 +529,47 @@ class Turn:
         message = self._message
         if message is None:
             return self._place, self._place
-        return message.joined[0].place if message.joined is not None else message.place, message.place
+        return message.joined[-1].place if message.joined is not None else message.place, message.place
 
     @property
     def result(self) -> str:
         """Everything after the action, as one text."""
         if self._result is None:
             if self._taken > 0:
-                walk(-self._taken)
+                INSPECTION.take(-self._taken)
             self._taken = 0
             self._result = self._read_result() if self._kept is not None else self._read_new_result()
         return self._result
 
     def _read_new_result(self) -> str:
-        """The result, which is cached with the conversation if reading it again takes as much of the bounds."""
+        """The result, which is cached with the conversation if reading it again takes as many units."""
         known = self._reading.conversation.known
         if known is None or self._place < 0:
             return self._read_result()
         heard = self._list_heard()
-        taken = sum([message.steps for message in heard])
-        steps, fractions = count_left()
+        taken = sum([message.units for message in heard])
+        left = INSPECTION.left
         result = self._read_result()
-        left, others = count_left()
-        bounded = self._fractions or fractions != others or sum([message.fractions for message in heard]) > 0
-        if self._cost > 0 and not bounded and not self._needs_whole:
-            serials, all_heard = known.serials[self._place : self._end], sum([message.steps for message in heard])
-            own = steps - left + taken - all_heard
+        if self._cost > 0 and not self._bounded and not self._needs_whole:
+            serials, all_heard = known.serials[self._place : self._end], sum([message.units for message in heard])
+            own = left - INSPECTION.left + taken - all_heard
             images, returned = self._images, self._returned
             kept = KnownResult(self._reading.ignored, serials, own, all_heard, result, images, returned=returned)
             self._kept = known.results[self._place] = kept
         return result
 
     def _recall(self) -> KnownResult | None:
-        """What is cached of the result, or was just read. It uses up as much of the bounds as the result itself."""
+        """What is cached of the result, or was just read. It takes as many units as the result itself."""
         kept = self._kept
         if kept is None:
             _ = self.result
             return self._kept
         if self._taken < 0:
-            taken = kept.steps + kept.heard
+            taken = kept.units + kept.heard
             if self._behind is not None:  # some may have been read before
-                taken -= sum([message.steps for message in self._list_heard()])
+                taken -= sum([message.units for message in self._list_heard()])
             self._taken = taken
-            walk(taken)
+            INSPECTION.take(taken)
         return kept
 
     @property
@@ -834,7 +831,7 @@ class Turn:
         for part in self.parts:  # results of the server's own tools are in the assistant's message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
-        walk(max(self._cost, 0))
+        INSPECTION.take(max(self._cost, 0))
         for message in self._list_heard():
             for part in message.read_parts():
                 if part.images is not ABSENT:

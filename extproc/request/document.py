@@ -28,8 +28,14 @@ MAX_MEMBERS: Final = 50_000
 WORTH_COUNTING: Final = 256 * 2**10
 """Shorter bodies, in bytes, are not checked: they hardly exceed the bounds, and counting takes half as long as decoding."""
 
-MAX_STEPS: Final = 5_000
-"""Maximum number of messages, and parts of them, that one detector reads; each takes a few microseconds."""
+UNITS: Final = 50_000
+"""What one reader may spend on a body. A unit is about 0.4 microseconds of work, so all of them take about 20 ms."""
+
+STEP: Final = 10
+"""Units that a message takes, or a part of one. A number with a fraction takes as many: it is converted to one spelling."""
+
+MAX_STEPS: Final = UNITS // STEP
+"""Maximum number of messages in a conversation of which each is read."""
 
 MAX_VALUES: Final = 250_000
 """Maximum number of commas outside of texts in a body to inspect, and so of small values in its lists."""
@@ -45,10 +51,6 @@ MAX_WIDE: Final = 20_000
 
 _MANY_MEMBERS: Final = 256
 """Loopguard sorts the members of larger objects itself: msgspec's time may grow with the square of their number."""
-
-MAX_FRACTIONS: Final = 5_000
-"""Maximum number of numbers with a fraction or an exponent in a body, each of which is converted to one spelling. A long one
-counts as several."""
 
 _WORTH_REMEMBERING: Final = 32
 _LONGEST_WEIGHED: Final = 1_024
@@ -101,64 +103,54 @@ class NotJson(NotCounted):
         super().__init__("not_json")
 
 
-class _Left:
-    """The rest of the current body's bounds; only one thread at a time inspects bodies."""
+class Inspection:
+    """The units that a reader of a body has left. Each reader begins with all of them.
 
-    __slots__ = ("in_body", "in_parts", "steps")
+    What another reader has read before is cached, but takes as many units again. So no result depends on what others read, and
+    a shadow policy neither uses up an enforcing one's units nor is it affected by them.
+
+    Attributes:
+        left: units.
+    """
+
+    __slots__ = ("left",)
 
     def __init__(self) -> None:
-        self.in_body = MAX_FRACTIONS
-        self.in_parts = MAX_FRACTIONS
-        self.steps = MAX_STEPS
+        self.left = 0
+
+    def begin(self) -> None:
+        """Begin to read, with all units."""
+        self.left = UNITS
+
+    def take(self, units: int) -> None:
+        """Use up units, or return them if negative.
+
+        Raises:
+            NotCounted: fewer are left.
+        """
+        self.left -= units
+        if self.left < 0:
+            raise NotCounted("inspect_limit")
 
 
-_LEFT: Final = _Left()
+INSPECTION: Final = Inspection()
+"""Of the reader at work: only one thread inspects bodies, one reader after the other. `Document` and `open_conversation` begin
+it, so nobody reads a body without it."""
 
 
-def walk(count: int, fractions: int = 0) -> None:
-    """Count this many messages, or parts of messages, as read; known ones contain `fractions` numbers with fractions.
-
-    Raises:
-        NotCounted: there were too many.
-    """
-    _LEFT.steps -= count
-    _LEFT.in_parts -= fractions
-    if _LEFT.steps < 0 or _LEFT.in_parts < 0:
-        raise NotCounted("inspect_limit")
+def walk(count: int) -> None:
+    """Take the units of this many messages, or parts of messages; raises NotCounted if there are too many."""
+    INSPECTION.take(count * STEP)
 
 
-def start_looking() -> None:
-    """Begin to read a body, with full bounds."""
-    _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
-
-
-def count_left() -> tuple[int, int]:
-    """The remaining steps of `walk`, and numbers in parts of the body."""
-    return _LEFT.steps, _LEFT.in_parts
-
-
-def _hook_number(text: str) -> msgspec.Raw:
-    """The only spelling of a number that has a fraction or an exponent, in a body that is decoded as a whole.
+def hook_number(text: str) -> msgspec.Raw:
+    """The `float_hook` of decoders: the only spelling of a number that has a fraction or an exponent.
 
     Raises:
-        NotCounted: there were too many.
+        NotCounted: there were too many. A long one counts as several.
     """
-    _LEFT.in_body -= _weigh(text)
-    if _LEFT.in_body < 0:
-        raise NotCounted("inspect_limit")
+    INSPECTION.take(STEP + STEP * (min(len(text), _LONGEST_WEIGHED) // _WORTH_REMEMBERING))
     return write_number(text)
-
-
-def hook_number_in_part(text: str) -> msgspec.Raw:
-    """The `float_hook` of decoders of parts of a body, which have bounds of their own."""
-    _LEFT.in_parts -= _weigh(text)
-    if _LEFT.in_parts < 0:
-        raise NotCounted("inspect_limit")
-    return write_number(text)
-
-
-def _weigh(text: str) -> int:
-    return 1 + min(len(text), _LONGEST_WEIGHED) // _WORTH_REMEMBERING
 
 
 def write_number(text: str) -> msgspec.Raw:
@@ -166,8 +158,7 @@ def write_number(text: str) -> msgspec.Raw:
     return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
 
 
-_decode_whole: Final = msgspec.json.Decoder(float_hook=_hook_number).decode
-_decode_part: Final = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
+_decode: Final = msgspec.json.Decoder(float_hook=hook_number).decode
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -248,25 +239,28 @@ class Document:
         return self._data.lstrip()[:1] in (b"{", b"[")
 
     def data(self) -> bytes:
-        """The raw body, for readers that do not decode its arrays; each starts with full bounds.
+        """The raw body, for readers that do not decode its arrays; each begins with all units.
 
         Raises:
             NotCounted: it contains too many objects and arrays.
         """
-        start_looking()
+        INSPECTION.begin()
         if len(self._data) > WORTH_COUNTING:
             check_containers(self._data)
         return self._data
 
     def _decode(self) -> Json:
         """The value, or the NotCounted that decoding raises."""
-        _LEFT.in_body = MAX_FRACTIONS
+        left = INSPECTION.left
+        INSPECTION.begin()  # of its own, because whoever needs the value first decodes it for all
         try:
             check_containers(self._data)
             check_members(self._data)
-            return decode_json(self._data, _decode_whole)
+            return decode_json(self._data)
         except NotCounted as failure:
             return failure.renew()
+        finally:
+            INSPECTION.left = left
 
 
 def check_containers(data: bytes | memoryview | str) -> None:
@@ -305,8 +299,8 @@ def check_members(data: bytes) -> None:
             raise NotCounted("inspect_limit")
 
 
-def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_part) -> Json:  # noqa: ANN401  # msgspec's own
-    """Decode JSON. A part of a body that was decoded as a whole shares its bounds.
+def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode) -> Json:  # noqa: ANN401  # msgspec's own
+    """Decode JSON.
 
     Raises:
         NotCounted: it is not JSON (or nested hundreds of levels deep, or with numbers of hundreds of digits), or too large.
@@ -325,7 +319,7 @@ def _decode_strictly(data: bytes | memoryview | msgspec.Raw | str, decode: Any) 
     try:
         return decode(data)
     except msgspec.ValidationError:
-        if decode in (_decode_part, _decode_whole):  # an integer with more digits than Python accepts
+        if decode is _decode:  # an integer with more digits than Python accepts
             raise NotJson from None
         raise
     except (ValueError, RecursionError):  # errors of msgspec and Unicode are ValueErrors

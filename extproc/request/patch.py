@@ -16,7 +16,7 @@ from msgspec import Raw, ValidationError, defstruct, json
 from zlib_ng.zlib_ng import crc32
 
 from extproc.bounded import Memo
-from extproc.request.document import NotCounted, NotJson, check_containers, check_members, mend, start_looking
+from extproc.request.document import INSPECTION, NotCounted, NotJson, check_containers, check_members, mend
 
 MAX_BYTES: Final = 2 * 2**20
 """Maximum length of a body to edit, in bytes: work that is not charged, such as counting brackets, takes 3 ms for it."""
@@ -168,7 +168,7 @@ class Patch:
         """
         if len(data) > MAX_BYTES:
             raise NotCounted(_INSPECT_LIMIT)
-        start_looking()
+        INSPECTION.begin()
         check_containers(data)
         check_members(data)
         self.data = data

@@ -44,7 +44,7 @@ from extproc.detectors.chain import (
 )
 from extproc.detectors.prompt import leave_out_moving
 from extproc.detectors.turn import digest
-from extproc.request.document import ABSENT, Document, NotCounted, start_looking, walk
+from extproc.request.document import ABSENT, INSPECTION, Document, NotCounted, walk
 from extproc.request.patch import Patch, Value
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
@@ -182,7 +182,7 @@ def digest_continuation(document: Document, place: ChainPlace, offer: int) -> by
     except NotCounted:
         return b""
     finally:
-        start_looking()
+        INSPECTION.begin()
     joined = b"".join(said)
     told = leave_out_moving(joined) if len(joined) <= _LONGEST_COMPARED else joined
     return bytes((offer,)) + digest(place.node + told, _FORK)

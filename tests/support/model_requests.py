@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hypothesis import strategies as st
 
-from extproc.request.document import MAX_DIGITS, MAX_FRACTIONS
+from extproc.request.document import MAX_DIGITS, MAX_STEPS
 
 Example = TypeVar("Example")
 
@@ -292,7 +292,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "an integer too long": (lambda: chat_body(user_message(f"[{'9' * 100_000}]")), NOT_JSON, False),
     "an integer too long as an argument": (lambda: _repeated(tool_call(f'"{"9" * 5_000}"'), _result()), NONE, True),
     "a fraction of a million digits": (lambda: chat_body(user_message(f"[0.{'7' * 1_000_000}]")), NONE, False),
-    "too many fractions": (lambda: chat_body(user_message(f"[{','.join(['0.5'] * (MAX_FRACTIONS + 1))}]")), LIMIT, False),
+    "too many fractions": (lambda: chat_body(user_message(f"[{','.join(['0.5'] * (MAX_STEPS + 1))}]")), LIMIT, False),
     "a byte order mark": (lambda: b"\xef\xbb\xbf" + chat_body(user_message()), NONE, False),
     "UTF-16": (lambda: chat_body(user_message()).decode().encode("utf-16"), NONE, False),
     "garbage behind": (lambda: chat_body(user_message()) + b"}", NOT_JSON, False),

@@ -30,7 +30,7 @@ from extproc.engine.engine import Engine
 from extproc.engine.plan import Detector
 from extproc.policy.loader import load
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
-from extproc.request.document import Document, NotCounted, start_looking
+from extproc.request.document import INSPECTION, Document, NotCounted
 from extproc.sessions.rates import Rates
 
 _LARGE = 2**18
@@ -317,7 +317,7 @@ class Watch:
     def _judge(self, report: RunReport, unread: str = "") -> tuple[Repeat | None, History]:
         """The loop that the next request shows; `unread` is as for `ask`."""
         history = History(self._list_turns())
-        start_looking()
+        INSPECTION.begin()
         try:
             if not unread:
                 return self._judging.turns.find_loop(history), history

@@ -17,8 +17,8 @@ from extproc.policy.bundle import LoopDetection
 from extproc.request.document import (
     MAX_CONTAINERS,
     MAX_DIGITS,
-    MAX_FRACTIONS,
     MAX_MEMBERS,
+    MAX_STEPS,
     Document,
     NotCounted,
     find,
@@ -314,9 +314,9 @@ def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
 @pytest.mark.parametrize(
     ("data", "counted"),
     [
-        (b"[" + b",".join([b"0.5"] * MAX_FRACTIONS) + b"]", True),
-        (b"[" + b",".join([b"0.5"] * (MAX_FRACTIONS + 1)) + b"]", False),
-        (b"[" + b",".join([b"5"] * (MAX_FRACTIONS + 1)) + b"]", True),
+        (b"[" + b",".join([b"0.5"] * MAX_STEPS) + b"]", True),
+        (b"[" + b",".join([b"0.5"] * (MAX_STEPS + 1)) + b"]", False),
+        (b"[" + b",".join([b"5"] * (MAX_STEPS + 1)) + b"]", True),
         (b"[" + b"[],     " * MAX_CONTAINERS + b"0]", False),
         (b"[" + b"[],     " * (MAX_CONTAINERS - 1) + b"0]", True),
         (b"{" + b",".join(rb'"%d\\\\" :0' % number for number in range(MAX_MEMBERS + 1)) + b"}", False),

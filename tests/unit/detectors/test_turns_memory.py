@@ -17,7 +17,7 @@ from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.results import MAX_NORMALIZED
 from extproc.detectors.turns import Turns
 from extproc.policy.bundle import LoopDetection
-from extproc.request.document import Document, NotCounted, count_left
+from extproc.request.document import INSPECTION, STEP, UNITS, Document, NotCounted
 from tests.support.loops import WRITERS
 from tests.support.model_requests import BODIES, REQUESTS
 from tests.support.turn_writers import Did, as_chat
@@ -85,7 +85,7 @@ def say(look: Callable[[], object]) -> str:
         found = repr(look())
     except NotCounted as why:
         found = why.reason
-    return f"{found} {count_left()}"
+    return f"{found} {INSPECTION.left}"
 
 
 def compare_in_session(detector: Turns, data: bytes) -> object:
@@ -177,7 +177,7 @@ def test_numbers_that_are_bounded_are_not_remembered() -> None:
     left = [say_all(DETECTORS[0], body) for _ in range(3)]
 
     assert left[0] == left[1] == left[2]
-    assert "4998)" in left[0][2]
+    assert left[0][2].endswith(f" {UNITS - 3 * STEP}")
     assert len(actions._KNOWN) == 0
 
 
