@@ -533,12 +533,20 @@ def _explain_order(policy: Policy) -> Iterator[tuple[Place, str]]:
             yield ("spec", "limit_keys"), f"{why}, so the order of {key.name} is {order}"
 
 
+_FEW_CALLERS = 3
+
+
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Explain what a default means for requests without limit keys or a session, with its place below the policy."""
     spec = policy.spec
     if spec.session_limits is not None and spec.unnamed_limits is None:
         passing = "requests without a session are reported as unnamed, and pass"
         yield ("spec", "session_limits"), f"{passing}: unnamed_limits would limit them"
+    percent = spec.enforce_percent
+    if percent is not None and percent < EVERYBODY:
+        none = (1 - percent / EVERYBODY) ** _FEW_CALLERS
+        few = f"a hash chooses whole callers: of {_FEW_CALLERS} callers, it acts on none in {none:.0%} of all cases"
+        yield ("spec", "enforce_percent"), f"{few}; `loopguard doctor` says on how many it acts"
     yield from _find_retried_refusals(policy)
     yield from _explain_order(policy)
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
