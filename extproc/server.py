@@ -367,6 +367,11 @@ class Server:
             acting=sum(not plan.shadow for plan in plans),
             refused=refusal.errors if refusal is not None else [],
             unenforced=len(self._list_unenforced()),
+            ramps=[
+                (plan.id, plan.ramp.percent, len(plan.ramp.inside), len(plan.ramp.inside) + len(plan.ramp.outside))
+                for plan in [*plans, *self.service.handed_over.list_plans()]
+                if plan.ramp is not None
+            ],
         )
 
     def _has_budgets(self) -> bool:

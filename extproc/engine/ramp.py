@@ -20,6 +20,9 @@ PLACES = 100
 _BITS = 32
 """Range of the hashes that are mapped to places."""
 
+_MOST_SEEN = 1_000
+"""Callers that are remembered, to say on how many the policy acts."""
+
 
 class Ramp:
     """The ramp of one policy.
@@ -29,15 +32,18 @@ class Ramp:
         keys: the descriptors' limit keys.
         percent: share of callers to act on, 1 to 99.
         seed: policies with the same seed choose the same callers.
+        inside, outside: hashes of the first callers that the policy acts on, and of those that it only watches.
     """
 
-    __slots__ = ("_key", "_shown", "descriptors", "keys", "percent", "seed")
+    __slots__ = ("_key", "_shown", "descriptors", "inside", "keys", "outside", "percent", "seed")
 
     def __init__(self, percent: int, descriptors: Sequence[Descriptor], seed: str) -> None:
         self.percent = percent
         self.seed = seed
         self.keys = [descriptor.key for descriptor in descriptors]
         self.descriptors = tuple(descriptors)
+        self.inside: set[int] = set()
+        self.outside: set[int] = set()
         self._shown = compile_shown(descriptors)
         self._key = blake2b(seed.encode(), digest_size=16).digest()
 
@@ -53,10 +59,21 @@ class Ramp:
         values = [(name, value) for name, value in read if value]
         if not values:
             return 0
-        return min([self._hash(each) for each in [values, *list_others(self._shown, request, values)]])
+        first = min([self._hash(each) for each in [values, *list_others(self._shown, request, values)]])
+        place = (first * PLACES >> _BITS) + 1
+        seen = self.inside if self.covers(place) else self.outside
+        if first not in seen and len(seen) < _MOST_SEEN:
+            seen.add(first)
+        return place
 
     def _hash(self, values: Sequence[tuple[str, str]]) -> int:
-        """The place of one caller."""
+        """The hash of one caller, whose place is its share of all hashes."""
         caller = join_descriptors(values)
         digest = blake2b(caller.encode("utf-8", "surrogateescape"), digest_size=_BITS // 8, key=self._key).digest()
-        return (int.from_bytes(digest, "big") * PLACES >> _BITS) + 1
+        return int.from_bytes(digest, "big")
+
+
+def tell_share(percent: int, acting: int, callers: int) -> str:
+    """On how many of the callers that were seen a policy acts, in words."""
+    told = f"enforce_percent {percent} acts on {acting:,} of {callers:,} caller{'' if callers == 1 else 's'}"
+    return told if acting or not callers else f"{told}, so it enforces nothing yet"

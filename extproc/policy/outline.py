@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from extproc.objects import copy_text
-from extproc.policy.bundle import Policy, Selector
+from extproc.policy.bundle import EVERYBODY, SHADOW, Policy, Selector
 
 _DIGEST = 8
 _NO_ALIASES: dict[str, str] = {}
@@ -54,18 +54,20 @@ class Outline:
         id: as in the file.
         mode: as in the file.
         canary_of: the policy to compare with; None for none.
+        percent: the share of its callers that it acts on; 0 in shadow mode.
         enabled: it can have an effect.
         digest: of all its keys, 64 bits.
         aliases: names of callers, by hash.
     """
 
-    __slots__ = ("aliases", "canary_of", "digest", "enabled", "id", "mode", "selector")
+    __slots__ = ("aliases", "canary_of", "digest", "enabled", "id", "mode", "percent", "selector")
 
     def __init__(self, policy: Policy, shared: dict[Texts, Texts]) -> None:
         """Keeps no reference to the policy's own objects."""
         spec = policy.spec
         self.id = copy_text(policy.id)
         self.mode: str = spec.mode
+        self.percent: int = 0 if spec.mode == SHADOW else spec.enforce_percent or EVERYBODY
         self.canary_of = None if spec.canary_of is None else copy_text(spec.canary_of)
         self.enabled = spec.is_enabled()
         text = policy.model_dump_json(exclude_defaults=True)

@@ -7,10 +7,10 @@ policy that selects by route alone meets one that selects by path is up to Envoy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from extproc.policy.bundle import is_below
+from extproc.policy.bundle import SHADOW, is_below
 from extproc.policy.loader import Source
 from extproc.policy.outline import SlimSelector
 
@@ -64,9 +64,23 @@ def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
                     return [found[pair] for pair in sorted(found)]
                 first, second = sorted((item, other), key=lambda each: each.place)
                 pair = first.place, second.place
-                if first.place != second.place and pair not in found and _meet(item.selector, other.selector):
+                if first.place != second.place and pair not in found and meet(item.selector, other.selector):
                     found[pair] = Overlap(first.file, first.policy, second.file, second.policy)
     return [found[pair] for pair in sorted(found)]
+
+
+def find_uncompared(sources: Iterable[Source], compared: Collection[str]) -> list[str]:
+    """The first shadow policies that are compared with none of the enforcing ones for the same requests, as notes."""
+    every = [(source, policy) for source in sources for policy in source.outlines if policy.enabled]
+    watching = [(source, policy) for source, policy in every if policy.mode == SHADOW and policy.id not in compared]
+    found = []
+    for source, policy in watching[:MAX_PAIRS]:
+        for other, live in every:
+            if live.mode != SHADOW and other.namespace == source.namespace and meet(policy.selector, live.selector):
+                told = f"{policy.id} ({source.file}) is in shadow mode, and `loopguard canary` compares it with no policy"
+                found.append(f'{told}: "canary_of": "{live.id}" would compare them')
+                break
+    return found
 
 
 def _list_items(place: int, source: Source) -> Iterator[tuple[str, _Anchored]]:
@@ -89,7 +103,8 @@ def _list_ancestors(path: str) -> Iterator[str]:
         position = path.find("/", position + 1)
 
 
-def _meet(one: SlimSelector, other: SlimSelector) -> bool:
+def meet(one: SlimSelector, other: SlimSelector) -> bool:
+    """Whether two selectors may match the same request."""
     pairs = ((one.hosts, other.hosts), (one.methods, other.methods), (one.routes, other.routes))
     return all(a is None or b is None or not set(a).isdisjoint(b) for a, b in pairs) and _paths_meet(one, other)
 

@@ -22,11 +22,13 @@ class Pairing(NamedTuple):
         live: id of the enforcing policy.
         candidate: id of the shadow policy, or of one that acts on a share of its callers and watches the others.
         identity: digests of both policies, 32 hex digits; if one of them changes, the comparison starts again.
+        percent: the share of its callers that the candidate acts on; 0 in shadow mode.
     """
 
     live: str
     candidate: str
     identity: str
+    percent: int = 0
 
 
 def find_pairings(policies: Sequence[tuple[str, Outline]]) -> list[Pairing]:
@@ -55,7 +57,8 @@ def _find_pairings(policies: Sequence[Outline]) -> list[Pairing]:
             alike = by_selector.get(candidate.selector.identify(), [])
             live = alike[0] if len(alike) == 1 else None
         if live is not None:
-            found.append(Pairing(live.id, candidate.id, f"{live.digest:016x}{candidate.digest:016x}"))
+            identity = f"{live.digest:016x}{candidate.digest:016x}"
+            found.append(Pairing(live.id, candidate.id, identity, candidate.percent))
     return found[:MAX_PAIRINGS]
 
 

@@ -47,6 +47,7 @@ ACTIONS = [action.value for action in Action if action is not Action.ALLOW]
 _ORDER = ", ".join(ACTIONS)
 
 _ANY = ("*", "ANY", "ALL")
+_FEW_CALLERS = 3
 _THRESHOLD = "threshold_identical_requests"
 _LOWEST = 2
 _ANCHORS = ("pathExact", "pathPrefix", "pathPrefixes", "routes")
@@ -568,6 +569,11 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     if spec.session_limits is not None and spec.unnamed_limits is None:
         passing = "requests without a session are reported as unnamed, and pass"
         yield ("spec", "session_limits"), f"{passing}: unnamed_limits would limit them"
+    percent = spec.enforce_percent
+    if percent is not None and percent < EVERYBODY:
+        none = (1 - percent / EVERYBODY) ** _FEW_CALLERS
+        few = f"a hash chooses whole callers: of {_FEW_CALLERS} callers, it acts on none in {none:.0%} of all cases"
+        yield ("spec", "enforce_percent"), f"{few}; `loopguard doctor` says on how many it acts"
     yield from _find_retried_refusals(policy)
     yield from _explain_order(policy)
     yield from _explain_unpaid(spec)

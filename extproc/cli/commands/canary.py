@@ -117,6 +117,8 @@ def _print_canary(console: Console, canary: dict[str, Any]) -> None:
     for reason in canary["reasons"]:
         console.print(f"  {reason}")
     console.print(f"  compared since {canary['since']}, by {count(canary['replicas'], 'replica')}")
+    if canary["acts_on"] is not None:
+        console.print(f"  {canary['acts_on']['text']}")
     new = canary["new"]
     about = "" if new["exact"] else "about "
     tenants = f"{about}{new['tenants']} of {new['of_tenants']}"

@@ -11,7 +11,7 @@ from extproc.cli.commands import add_namespace_flag, check_paths, count, print_w
 from extproc.logs import escape_controls
 from extproc.policy.files import find_unread, read_what_can_be
 from extproc.policy.namespaces import read_namespaces
-from extproc.policy.overlaps import find_overlaps
+from extproc.policy.overlaps import find_overlaps, find_uncompared
 from extproc.settings import ENV_PREFIX, read_settings
 
 HELP = "check policy files and report every error at once"
@@ -47,10 +47,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_warnings(unread)
     allows = _allows_unenforced(options)
-    policies, _ = build(files, datetime.now(UTC), allow_unenforced=allows, unreadable=unreadable, namespaces=namespaces)
+    policies, engine = build(files, datetime.now(UTC), allow_unenforced=allows, unreadable=unreadable, namespaces=namespaces)
     overlaps = find_overlaps(policies.sources) if options.strict else []
     print_warnings([*policies.warnings, *policies.unenforced, *overlaps])
-    for note in policies.notes:
+    uncompared = find_uncompared(policies.sources, {pairing.candidate for pairing in engine.pairings})
+    for note in [*policies.notes, *uncompared]:
         print(escape_controls(f"note: {note}"), file=sys.stderr)
     number = sum(len(source.policies) for source in policies.sources)
     print(f"good: {number} {'policy' if number == 1 else 'policies'} in {count(len(policies.sources), 'file')}")

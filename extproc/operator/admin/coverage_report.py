@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from math import floor
 from time import time
@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from extproc.budgets.guard import BUDGET
 from extproc.decision import MISSING
+from extproc.engine.ramp import tell_share
 from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNPAID, UNSTEERED
 from extproc.operator.admin.html import count, prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
@@ -61,6 +62,7 @@ class ServerState(NamedTuple):
         watching: no policy was given.
         acting: the number of enabled policies.
         refused: errors in policy files that were refused.
+        ramps: of each policy with `enforce_percent`: its id, the percentage, the callers that it acts on, and all of them.
     """
 
     store: str
@@ -70,6 +72,7 @@ class ServerState(NamedTuple):
     acting: int
     refused: list[str]
     unenforced: int
+    ramps: Sequence[tuple[str, int, int, int]] = ()
 
 
 class CoveragePages:
@@ -112,7 +115,8 @@ class CoveragePages:
 def make_report(view: View[CoverageDocument], state: ServerState, places: Places, now: float) -> dict[str, Any]:
     """The JSON of `/coverage`."""
     document = view.document
-    findings = [*_find_state(document, state), *_find_losses(document), *_find_reasons(document, places)]
+    about = [*_find_state(document, state), *_find_losses(document), *_find_ramps(state, places)]
+    findings = [*about, *_find_reasons(document, places)]
     rows = [row for row in document.rows if row.policy]
     found = []
     for policy, mode in dict.fromkeys([(row.policy, row.mode) for row in rows]):
@@ -297,6 +301,18 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
     if state.unenforced:
         text = f"{count(state.unenforced, 'part')} of policies not enforced (--allow-unenforced)"
         found.append(_describe(PROBLEM, "unenforced", text, "`loopguard validate` names them"))
+    return found
+
+
+def _find_ramps(state: ServerState, places: Places) -> list[dict[str, Any]]:
+    """Policies that enforce, but act on no caller that this server has seen."""
+    found = []
+    for policy, percent, acting, callers in state.ramps:
+        if callers and not acting:
+            text = f"{policy}: {tell_share(percent, acting, callers)}"
+            change = "raise enforce_percent, or set another ramp_seed"
+            place = _write_place(places, policy, "enforce_percent")
+            found.append({**_describe(PROBLEM, "enforces_on_none", text, change), "place": place})
     return found
 
 

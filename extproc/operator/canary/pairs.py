@@ -90,6 +90,7 @@ class Pair:
         refused: compared requests that were refused, by whichever policy.
         extra, already, missed: refusals; see `REFUSALS`.
         tenants: of compared requests.
+        acting_tenants: those that the candidate acts on already.
         refused_tenants: of new refusals.
         refused_sessions: of new refusals, where the request names one.
         refused_loops: of new refusals: a caller's conversations, or its repeated requests where none is known.
@@ -103,6 +104,7 @@ class Pair:
         self.live_counted = self.compared_with_live = 0
         self.refused = self.extra = self.already = self.missed = 0
         self.tenants = Sketch()
+        self.acting_tenants = Sketch()
         self.refused_tenants = Sketch()
         self.refused_sessions = Sketch()
         self.refused_loops = Sketch()
@@ -231,6 +233,7 @@ def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: E
     """Count one request for a pair; there is nothing to compare if the candidate already enforces."""
     if candidate.mode == "enforce":
         pair.compared_with_live += live is not None
+        pair.acting_tenants.add(candidate.tenant)
         return
     about = pair.compare(live, candidate, refused=refused)
     if about:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from extproc.engine.ramp import tell_share
 from extproc.operator.after_notes import AFTER, ARMS, describe_after
 from extproc.operator.canary.pairs import POLICIES, REFUSALS, VERDICTS, name_after
 from extproc.operator.canary.states import State, merge_states
@@ -34,6 +35,7 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
     loops, tenants, sessions = (state.read_sketch(f"refused_{what}") for what in ("loops", "tenants", "sessions"))
     evidence = Evidence(counts["extra"], went_on, loops.count(), tenants.count(), sessions.count(), exact=loops.exact)
     verdict, of_tenants = judge(evidence, rules), state.read_sketch("tenants")
+    acting = state.read_sketch("acting_tenants").count()
 
     def rate(part: int, whole: int) -> dict[str, float | None]:
         return find_bounds(part, whole, rules.confidence)._asdict()
@@ -47,6 +49,7 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
         "since": write_time(state.since),
         "until": write_time(state.until),
         "replicas": len(states),
+        "acts_on": _describe_share(state.percent, acting, acting + of_tenants.count()) if state.percent else None,
         "requests": {
             "compared": compared,
             **{name: counts[name] for name in VERDICTS},
@@ -72,6 +75,11 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
             msgspec.structs.asdict(entry) | {"about": _SHOWN_AS.get(entry.about, entry.about)} for entry in state.disagreements
         ],
     }
+
+
+def _describe_share(percent: int, acting: int, callers: int) -> dict[str, Any]:
+    """How many callers a candidate acts on already."""
+    return {"percent": percent, "callers": acting, "of": callers, "text": tell_share(percent, acting, callers)}
 
 
 def _describe_after(counts: dict[str, int], who: str) -> dict[str, Any]:

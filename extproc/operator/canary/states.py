@@ -20,6 +20,8 @@ _AFTER = tuple(name_after(who, arm, after) for who in POLICIES for arm in ARMS f
 _COUNTED = (*VERDICTS, *REFUSALS, "uncompared", "refused")
 _COUNTS = (*_COUNTED, *_AFTER)
 _SKETCHES = ("tenants", "refused_tenants", "refused_sessions", "refused_loops")
+_ACTING = "acting_tenants"
+"""A sketch of candidates that act on a share of their callers."""
 
 _Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, up to the year 5138."""
@@ -54,6 +56,7 @@ class State(msgspec.Struct, frozen=True):
         since: when the first request could be compared, in seconds since 1970.
         counts: by name; see `Pair`.
         sketches: of callers, by name, as base64 of 8 bytes for each hash.
+        percent: as in `Pairing`.
     """
 
     live: str
@@ -64,11 +67,12 @@ class State(msgspec.Struct, frozen=True):
     counts: dict[str, int]
     sketches: dict[str, str]
     disagreements: list[Disagreement]
+    percent: int = 0
 
     @property
     def pairing(self) -> Pairing:
         """The pair of policies."""
-        return Pairing(self.live, self.candidate, self.identity)
+        return Pairing(self.live, self.candidate, self.identity, self.percent)
 
     @property
     def compared(self) -> int:
@@ -84,9 +88,14 @@ class State(msgspec.Struct, frozen=True):
 def read_state(pair: Pair, now: float) -> State:
     """The counts of a pair as of `now`, in seconds since 1970."""
     counts = {name: getattr(pair, name) for name in _COUNTED} | dict.fromkeys(_AFTER, 0) | pair.after_notes
-    sketches = {name: _write_sketch(getattr(pair, name)) for name in _SKETCHES}
+    sketches = {name: _write_sketch(getattr(pair, name)) for name in _list_sketches(pair.pairing.percent)}
     disagreements = [Disagreement(*kind, count, over) for kind, count, over in pair.disagreements.list_most()]
-    return State(*pair.pairing, pair.since, now, counts, sketches, disagreements)
+    names, percent = pair.pairing[:-1], pair.pairing.percent
+    return State(*names, pair.since, now, counts, sketches, disagreements, percent)
+
+
+def _list_sketches(percent: int) -> tuple[str, ...]:
+    return (*_SKETCHES, _ACTING) if percent else _SKETCHES
 
 
 def _write_sketch(sketch: Sketch) -> str:
@@ -110,7 +119,7 @@ def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
     """Like `decode_state`, for a document that was decoded from JSON."""
     try:
         state = msgspec.convert(document, State)
-        for name in _SKETCHES:
+        for name in (*_SKETCHES, _ACTING):
             state.read_sketch(name)
     except (msgspec.MsgspecError, ValueError) as error:
         raise LoopguardError(f"not the state of a canary: {error}") from None
@@ -124,12 +133,13 @@ def merge_states(states: Iterable[State]) -> State:
 
 def _merge(one: State, other: State) -> State:
     return State(
-        *one.pairing,
+        *one.pairing[:-1],
         min(one.since, other.since),
         max(one.until, other.until),
         {name: one.counts.get(name, 0) + other.counts.get(name, 0) for name in _COUNTS},
-        {name: _merge_sketches(one, other, name) for name in _SKETCHES},
+        {name: _merge_sketches(one, other, name) for name in _list_sketches(one.percent)},
         _merge_disagreements(one.disagreements, other.disagreements),
+        one.percent,
     )
 
 
