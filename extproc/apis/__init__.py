@@ -166,7 +166,9 @@ def find_usage_request(path: str) -> Callable[[Patch, Fields], Changes] | None:
 
 @lru_cache(_MOST_PATHS)
 def list_longest_answers(path: str) -> frozenset[str]:
-    """See `Api.longest_answers`; of the APIs with such a path, empty if it is unknown."""
+    """See `Api.longest_answers`; of the APIs with such a path, empty if it is unknown or ambiguous."""
+    if _AMBIGUOUS(path) is not None:
+        return frozenset()
     known = [api for api in APIS if any(re.search(pattern, path) for pattern in api.paths)]
     return frozenset([place for api in known for place in api.longest_answers])
 

@@ -21,8 +21,10 @@ class Reply(NamedTuple):
 
     Attributes:
         parts: written one after the other; a function is called in between, and what it returns is written.
+        kind: the content type; empty for none.
         whole: its length is told beforehand; else it comes in chunks.
         cut: the connection is closed where more was promised.
+        before: called before anything is written.
     """
 
     parts: Sequence[bytes | Callable[[], bytes]]
@@ -31,6 +33,7 @@ class Reply(NamedTuple):
     headers: Mapping[str, str] = {}
     whole: bool = False
     cut: bool = False
+    before: Callable[[], object] | None = None
 
 
 class Model:
@@ -53,9 +56,12 @@ class Model:
                 self._answer(outer.reply)
 
             def _answer(self, reply: Reply) -> None:
+                if reply.before is not None:
+                    reply.before()
                 self.send_response(reply.status)
                 for name, value in {"content-type": reply.kind, **reply.headers}.items():
-                    self.send_header(name, value)
+                    if value:
+                        self.send_header(name, value)
                 size = sum(len(part) for part in reply.parts if isinstance(part, bytes))
                 self.send_header(*(("content-length", str(size)) if reply.whole else ("transfer-encoding", "chunked")))
                 self.end_headers()
