@@ -56,6 +56,10 @@ def test_volumes_and_variables_of_users_are_added() -> None:
         assert environment(deployment)["TZ"] == "UTC"
 
 
+MODULE = (
+    "store.url names a credential_provider, and the image has no such module: mount its folder with extraVolumes and "
+    "extraVolumeMounts, and name that folder as PYTHONPATH in extraEnv."
+)
 SECRET = "leave it out and name a Secret in"
 
 
@@ -86,8 +90,7 @@ SECRET = "leave it out and name a Secret in"
         ),
         (
             {"store": {"url": "rediss://r?credential_provider=ours:make"}, **MOUNTED},
-            "store.url names a credential_provider, and the image has no such module: mount its folder with extraVolumes and "
-            "extraVolumeMounts, and name that folder as PYTHONPATH in extraEnv.",
+            MODULE,
         ),
         (
             merged(MOUNTED, {"hashKey": {"existingSecret": "s"}, "settings": {"hashKeyFile": "/extra/k"}}),
