@@ -191,6 +191,13 @@ def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> No
     assert not [path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}]
 
 
+def test_the_image_knows_prices(image: Image) -> None:
+    """Without a network: costs of sessions and budgets are in dollars from the start."""
+    code = "from extproc.sessions.rates import look_up; print(bool(look_up('gpt-4o') and look_up('claude-sonnet-4-5')))"
+
+    assert Container(image).run(["python", "-c", code]) == (0, "True")
+
+
 def test_the_image_is_compiled(image: Image) -> None:
     """What every request passes through is machine code in the image."""
     if not find_compiler(base_python(image.user)):

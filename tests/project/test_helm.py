@@ -187,7 +187,14 @@ def check_first(deployment: Object, root: Path) -> int:
 def secret(name: str) -> dict[str, str]:
     """What a Secret of that name holds in the cases."""
     if "tls" not in name:
-        return {"password": "hush", "redis-password": "hush", "tokens": f"{'t' * 16}\n", "admin": f"{'t' * 16}\n"}
+        return {
+            "password": "hush",
+            "redis-password": "hush",
+            "tokens": f"{'t' * 16}\n",
+            "admin": f"{'t' * 16}\n",
+            "hash-key": "k" * 64,
+            "secret": "s" * 32,
+        }
     authority = trustme.CA()
     client = authority.issue_cert("client")
     chain = b"".join(blob.bytes() for blob in client.cert_chain_pems)
@@ -578,7 +585,11 @@ def test_every_setting_arrives() -> None:
     samples = {"boolean": True, "integer": 1_000_000, "number": 0.25, "string": "gateway"}
     wanted = {name: item["enum"][-1] if "enum" in item else samples[item["type"]] for name, item in described.items()}
 
-    given = settings.read_settings({}, environment(one(objects({"settings": wanted}), "Deployment")))
+    mounted: Values = {
+        "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "extra", "mountPath": "/gateway"}],  # the container's folder is /
+    }
+    given = settings.read_settings({}, environment(one(objects({"settings": wanted, **mounted}), "Deployment")))
 
     found = {name: getattr(given, re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)) for name in wanted}
     assert found == wanted

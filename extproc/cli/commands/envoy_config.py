@@ -21,6 +21,9 @@ EXAMPLES = """examples:
 The last one is for `loopguard serve` without a policy: it guards the paths of the preset agents."""
 
 
+_OTHER_HTTPS = 8443
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the policies, and one flag for each option."""
     add_policy_flag(parser, required=False)
@@ -32,6 +35,8 @@ def run(given: argparse.Namespace) -> int:
     policies = load_policies(given.policy or [find_preset(DEFAULT_PRESET)])
     chosen = options.read_options(EnvoyOptions, vars(given))
     sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))
+    if chosen.upstream is not None and chosen.upstream.port == _OTHER_HTTPS and not chosen.speaks_tls:
+        sys.stderr.write(f"warning: port {_OTHER_HTTPS} usually speaks TLS, and Envoy will not; add --upstream-tls\n")
     acting = policies.list_acting()
     if not acting:
         sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")

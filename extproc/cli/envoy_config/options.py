@@ -12,6 +12,7 @@ from extproc.options import choice, option, require_together, switch
 from extproc.settings import Address, SubjectName, parse_address, parse_subject_names
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
+HTTPS = 443
 _WINDOW = range(65_535, 2**31)
 """The range of an HTTP/2 flow-control window, in bytes (RFC 9113 section 6.5.2): request bodies are buffered in one."""
 
@@ -68,6 +69,8 @@ def _parse_collector(text: str) -> Address:
     peer = _parse_peer(text, example)
     if peer.is_unix:
         raise ValueError(f"must be HOST:PORT, such as {example}")
+    if peer.port == HTTPS:
+        raise ValueError("must be a collector that speaks gRPC without TLS, such as one beside Envoy that sends spans on")
     return peer
 
 
@@ -98,7 +101,7 @@ class EnvoyOptions:
     upstream_protocol: str = choice(
         "protocol of the upstream: http2 for gRPC; as-client: the client's", "http1", "http2", "as-client"
     )
-    upstream_tls: bool = switch("use TLS to the upstream and verify its certificate")
+    upstream_tls: bool = switch("use TLS to the upstream and verify its certificate; always so on port 443")
     upstream_ca: str = option(
         "/etc/ssl/certs/ca-certificates.crt",
         str,
@@ -174,6 +177,11 @@ class EnvoyOptions:
         """Whether requests never wait for Loopguard."""
         return self.shadow_mode == "observability"
 
+    @property
+    def speaks_tls(self) -> bool:
+        """Whether Envoy uses TLS to the upstream."""
+        return self.upstream_tls or (self.upstream is not None and self.upstream.port == HTTPS)
+
     def __post_init__(self) -> None:
         """Raise UsageError, naming the flag, for incomplete TLS settings and for flags that contradict another."""
         if self.snippet:
@@ -183,6 +191,8 @@ class EnvoyOptions:
             raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for an existing configuration")
         else:
             self._refuse(("routes",), "without --snippet, because policies name the routes of a whole bootstrap")
+            if not self.speaks_tls:
+                self._refuse(("upstream_ca",), "without --upstream-tls")
         require_together(self, ("endpoint_cert", "endpoint_key", "endpoint_ca"), ("endpoint_san",))
         if self.endpoint_cert and not self.endpoint_san and any(endpoint.is_unix for endpoint in self.endpoints):
             raise UsageError("--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name")

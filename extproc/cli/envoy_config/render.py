@@ -63,17 +63,20 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
     """The templates' values, except those of routes and of the upstream."""
     needed = policies.needs_answers()
     by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in options.endpoints)
+    tolerant, usage = _is_tolerant(options) or bool(options.tolerant_routes), _reads_usage(policies, options)
+    keeps_length = tolerant or options.body_mode == "duplex"
     return {
+        "envoy": "1.38" if keeps_length or usage else "1.36",
         "observing": options.observes,
         "waiting": not options.observes,
         "partial": options.shadow_mode == "partial",
-        "cuts": _is_tolerant(options) or bool(options.tolerant_routes),
-        "keeps_length": _is_tolerant(options) or bool(options.tolerant_routes) or options.body_mode == "duplex",
+        "cuts": tolerant,
+        "keeps_length": keeps_length,
         "failure_mode_allow": str(options.failure_mode == "allow").lower(),
         **_describe_rules(options),
         "outcomes": needed and not options.observes,
         "secret_query": any(may_stand_in_query(key) for policy in policies.list_acting() for key in policy.spec.list_sources()),
-        "usage": _reads_usage(policies, options),
+        "usage": usage,
         "budgets": any(policy.spec.list_budget_rules() for policy in policies.list_acting()),
         "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
         "loopguard_endpoints": "\n".join(
@@ -152,16 +155,16 @@ def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
 
 def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str, str | bool]:
     """The upstream. With TLS, its certificate must be for the host's name, or for its address if it has no name."""
-    host = upstream.host
+    host, tls = upstream.host, options.speaks_tls
     return {
         "upstream": upstream.text,
         "upstream_type": "STATIC" if is_ip(host) else "LOGICAL_DNS",
         "upstream_address": _write_address(upstream),
         "upstream_protocol": _UPSTREAM_PROTOCOLS[options.upstream_protocol],
-        "upstream_tls": options.upstream_tls,
+        "upstream_tls": tls,
         "upstream_ca": _quote(options.upstream_ca),
-        "sni": _quote(host.rstrip(".")) if options.upstream_tls and not is_ip(host) else "",
-        "san": _quote(host) if options.upstream_tls and is_ip(host) else "",
+        "sni": _quote(host.rstrip(".")) if tls and not is_ip(host) else "",
+        "san": _quote(host) if tls and is_ip(host) else "",
     }
 
 

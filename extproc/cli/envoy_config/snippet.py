@@ -14,7 +14,7 @@ from extproc.policy.loader import PolicySet
 
 _HEAD = """\
 # The parts that an existing Envoy configuration needs to call Loopguard. Made by `loopguard envoy-config --snippet` for Envoy
-# 1.36 and newer. The comment above each part says where it goes. Add lists to yours; settings replace yours. Configuration
+# {envoy} and newer. The comment above each part says where it goes. Add lists to yours; settings replace yours. Configuration
 # from a control plane has the same places under other names.
 # When all parts are in place: envoy --mode validate -c FILE && loopguard check-envoy FILE
 """
@@ -56,7 +56,8 @@ _PLACES = {  # by their names in the templates, in the order of the templates
 def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
     """All parts as YAML documents, with their places in comments; raises UsageError if a route cannot be placed or found."""
     parts = enumerate(_make_parts(policies, options), 1)
-    return _HEAD + "".join(f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts)
+    head = _HEAD.format(envoy=describe_guard(policies, options)["envoy"])
+    return head + "".join(f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts)
 
 
 def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ def shift(match: Json, rewrite: Json) -> Callable[[Json], Json]:
 DETOURS: Mapping[str, tuple[Callable[[Json], Json], str, dict[str, str], str]] = {
     "case": (lambda made: before({"prefix": "/CHAT", "case_sensitive": False}, made), "/chat/x", {}, "unguarded"),
     "template": (lambda made: before(templated("/{x=**}"), made), "/chat/x", {}, "unguarded"),
-    "RE2": (lambda made: before({"safe_regex": {"regex": "/\\pL+/x"}}, made), "/chat/x", {}, "not-judged"),
+    "RE2": (lambda made: before({"safe_regex": {"regex": "/[[:alpha:]]+/x"}}, made), "/chat/x", {}, "not-judged"),
     "tree": (lambda made: treed(made, guarded=False), "/chat/x", {"x-tier": "gold"}, "not-judged"),
     "fraction": (never, "/chat/x", {}, "unguarded"),
     "matcher": (lambda made: wrapped(made, header("x-skip")), "/chat/x", {"x-skip": "yes"}, "skipped"),

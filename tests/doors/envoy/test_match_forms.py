@@ -26,7 +26,7 @@ TEMPLATES = ("/v1/{x=**}", "/v1/*", "/v1/{x}", "/v1/{x=*}/completions", "/v1/**"
              "/**", "/*/chat", "/v1/{x=**}/completions")  # fmt: skip
 REGEXES = (
     "/v1/.*", "/v1/(chat|embeddings)", "/v1(/.*)?", "/v1/[a-z]+", "/v1/\\d+", "/v1/chat|/v2/chat", "(?i)/v1/chat", "^/v1/chat$",
-    "/v1/?", "/v1+/.*", "/v1/a\\+b", "/v1/\\w+", "/v1/\\pL+", "/v1/[[:alpha:]]+", "/v1/\\Qchat\\E", "/v1/(?P<kind>chat)(/.*)?",
+    "/v1/?", "/v1+/.*", "/v1/a\\+b", "/v1/\\w+", "/v1/[[:alpha:]]+", "/v1/\\Qchat\\E", "/v1/(?P<kind>chat)(/.*)?",
     "/v1/(?i:CHAT)", "/v1/.*?", "/v1/[^/]*", "/v1/ch{1,2}at", "(?:/v1|/v2)/chat", "/v1/chat\\z", "/v1/(?U)chat.*", "",
 )  # fmt: skip
 MATCHES: list[dict[str, Any]] = [

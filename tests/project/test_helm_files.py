@@ -1,0 +1,141 @@
+"""Files that settings of the chart name: mounted from Secrets or the user's volumes, and refused if nothing mounts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from extproc import settings
+from tests.support.chart import Values, environment, merged, objects, one, problems
+
+MOUNTED: Values = {
+    "extraVolumes": [{"name": "extra", "secret": {"secretName": "keys"}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+}
+HOW = "mount one there with extraVolumes and extraVolumeMounts."
+
+
+def deploy(values: Values) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The pod, its mounts by name, and the variables of its container."""
+    deployment = one(objects(values), "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    return pod, mounts, environment(deployment)
+
+
+def test_keys_and_events_come_from_secrets() -> None:
+    """The process reads the keys of the mounted Secrets."""
+    secrets: Values = {
+        "hashKey": {"existingSecret": "hashes", "key": "k"},
+        "events": {"existingSecret": "signing", "caKey": "ca.crt"},
+        "settings": {"events": "https://events.example.com"},
+    }
+
+    pod, mounts, variables = deploy(secrets)
+
+    given = settings.read_settings({}, variables)
+    named = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    assert named == {"hash-key": "hashes", "events": "signing"}
+    assert given.hash_key_file == f"{mounts['hash-key']['mountPath']}/k"
+    assert given.events_secret_file == f"{mounts['events']['mountPath']}/secret"
+    assert given.events_ca == f"{mounts['events']['mountPath']}/ca.crt"
+    assert all(mounts[name]["readOnly"] for name in named)
+
+
+def test_volumes_and_variables_of_users_are_added() -> None:
+    """Beside those of the chart, for every Deployment."""
+    extra = merged(MOUNTED, {"extraEnv": [{"name": "TZ", "value": "UTC"}], "canary": {"enabled": True}})
+
+    for name in ("lg-loopguard", "lg-loopguard-canary"):
+        deployment = one(objects(extra), "Deployment", name)
+        pod = deployment["spec"]["template"]["spec"]
+
+        assert MOUNTED["extraVolumes"][0] in pod["volumes"]
+        assert MOUNTED["extraVolumeMounts"][0] in pod["containers"][0]["volumeMounts"]
+        assert environment(deployment)["TZ"] == "UTC"
+
+
+MODULE = (
+    "store.url names a credential_provider, and the image has no such module: mount its folder with extraVolumes and "
+    "extraVolumeMounts, and name that folder as PYTHONPATH in extraEnv."
+)
+SECRET = "leave it out and name a Secret in"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"settings": {"hashKeyFile": "/keys/hash"}},
+            f"settings.hashKeyFile=/keys/hash is in no volume of the pod: {SECRET} hashKey.existingSecret, or {HOW}",
+        ),
+        (
+            {"settings": {"hashKeyFile": "hash.key"}},
+            f"settings.hashKeyFile=hash.key is in no volume of the pod: {SECRET} hashKey.existingSecret, or {HOW}",
+        ),
+        (
+            {"settings": {"events": "-", "eventsSecretFile": "/keys/s"}},
+            f"settings.eventsSecretFile=/keys/s is in no volume of the pod: {SECRET} events.existingSecret, or {HOW}",
+        ),
+        (
+            {"settings": {"events": "https://e", "eventsCa": "/extras/ca.crt"}, **MOUNTED},
+            f"settings.eventsCa=/extras/ca.crt is in no volume of the pod: {SECRET} events.existingSecret, or {HOW}",
+        ),
+        ({"settings": {"events": "/log/events"}}, f"settings.events=/log/events is in no volume of the pod: {HOW}"),
+        ({"settings": {"adminSocket": "/run/a.sock"}}, f"settings.adminSocket=/run/a.sock is in no volume of the pod: {HOW}"),
+        (
+            {"store": {"url": "rediss://r?ca=%2Fkeys%2Fca.crt"}},
+            f"store.url?ca=/keys/ca.crt is in no volume of the pod: {SECRET} store.tls.existingSecret, or {HOW}",
+        ),
+        (
+            {"store": {"url": "rediss://r?credential_provider=ours:make"}, **MOUNTED},
+            MODULE,
+        ),
+        (
+            merged(MOUNTED, {"hashKey": {"existingSecret": "s"}, "settings": {"hashKeyFile": "/extra/k"}}),
+            "hashKey.existingSecret and settings.hashKeyFile both name the key: leave one of them out.",
+        ),
+        (
+            {"events": {"existingSecret": "s"}},
+            "events.existingSecret is for events, and none are sent: say where to in settings.events, or leave it out.",
+        ),
+        (
+            merged(MOUNTED, {"events": {"existingSecret": "s"}, "settings": {"events": "-", "eventsCa": "/extra/ca"}}),
+            "events.existingSecret takes the place of settings.eventsSecretFile and settings.eventsCa: leave these out.",
+        ),
+        (
+            {"extraEnv": [{"name": "LOOPGUARD_LOG_FORMAT", "value": "text"}]},
+            "extraEnv names LOOPGUARD_LOG_FORMAT, which the chart sets from other values: change these.",
+        ),
+        (
+            {"extraVolumes": [{"name": "policies", "emptyDir": {}}]},
+            "extraVolumes has a volume named policies, as the pod has already: choose another name.",
+        ),
+        (
+            {"extraVolumeMounts": [{"name": "lost", "mountPath": "/x"}]},
+            "extraVolumeMounts mounts lost, which is no volume of the pod: add it to extraVolumes.",
+        ),
+    ],
+)
+def test_what_nothing_mounts_is_refused(values: Values, sentence: str) -> None:
+    """At render, with what to do: the pod would end."""
+    assert problems(values) == [sentence]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"settings": {"hashKeyFile": "/extra/hash.key", "events": "/extra/events", "adminSocket": "/extra/admin.sock"}},
+        {"settings": {"events": "https://events.example.com", "eventsCa": "/etc/ssl/certs/ca-certificates.crt"}},
+        {"settings": {"events": "-", "eventsSecretFile": ""}},
+        {"store": {"url": "rediss://r?ca=/extra/ca.crt&cert=/extra/c&key=/extra/k"}},
+        {
+            "store": {"url": "redis://r?credential_provider=ours:make"},
+            "extraEnv": [{"name": "PYTHONPATH", "value": "/extra"}],
+        },
+    ],
+)
+def test_mounted_files_are_taken(values: Values) -> None:
+    """From any of the user's volumes, or of the image."""
+    assert objects(merged(MOUNTED, values))
