@@ -166,7 +166,9 @@ def session() -> str:
 def read_refusal(answer: Answer) -> tuple[str, object, object]:
     """Limit, used and allowed."""
     detail = answer.json()["detail"]
-    assert (detail["error"], answer.headers["x-fairvisor-reason"]) == ("session_limit_exceeded",) * 2
+    loop = "recursive_loop_detected", "loop_detected"
+    expected = loop if detail["limit"] == "loop_detection" else ("session_limit_exceeded",) * 2
+    assert (detail["error"], answer.headers["x-fairvisor-reason"]) == expected
     return detail["limit"], detail["used"], detail["allowed"]
 
 
