@@ -159,6 +159,7 @@ class Metrics:
         text = "What had been reserved for these responses"
         self.budget_estimated = counter("budget_estimated_total", text, *by_rule)
         text = "Takes of refused requests, and settlements, that the store did not take back"
+        self.store_emptied = counter("store_emptied_total", "Times that the store was found to have lost its keys")
         self.budget_lost = counter("budget_lost_total", text)
         text = "Replicas with budgets that share the store, as last seen; without it, each enforces its share. 0: not counted"
         self.replicas = gauge("replicas", text)
