@@ -159,6 +159,7 @@ class Metrics:
         text = "What had been reserved for these responses"
         self.budget_estimated = counter("budget_estimated_total", text, *by_rule)
         text = "Takes of refused requests, and settlements, that the store did not take back"
+        self.store_emptied = counter("store_emptied_total", "Times that the store was found to have lost its keys")
         self.budget_lost = counter("budget_lost_total", text)
         text = "Responses that report more tokens than any model can use, which are estimated instead"
         self.absurd_usage = counter("absurd_usage_total", text)

@@ -50,6 +50,7 @@ from extproc.request.hash_key import read_hash_key
 from extproc.sessions.prices import Prices
 from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
+from extproc.store.care import StoreCare
 from extproc.store.key_sharing import KeySharing
 from extproc.store.memory import MemoryStore
 from extproc.store.replicas import ReplicaWatch
@@ -107,6 +108,7 @@ class Server:
         key = read_hash_key(settings.hash_key_file)
         shares = not (settings.hash_key_file or isinstance(store, MemoryStore))
         self._key_sharing = KeySharing(key, store) if shares else None
+        self._store_care = StoreCare(store, metrics)
         self._reloader = Reloader(settings, metrics)
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
@@ -170,6 +172,7 @@ class Server:
             await self._overrides.refresh()
         if self._key_sharing is not None:
             await self._key_sharing.refresh()
+        await self._store_care.look()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
         listening = await self._grpc.start(self._settings.listen, self._certificates)
         self._guard_the_port()
@@ -184,6 +187,7 @@ class Server:
             *(board.share() for board in self._boards),
             self._overrides.follow(),
             self._replicas.run(),
+            self._store_care.run(),
             self._watch_for_events(),
             *([self._key_sharing.run()] if self._key_sharing is not None else []),
         )
@@ -274,6 +278,7 @@ class Server:
             return
         emit = self._events.emit
         self._overrides.emit = lambda kind, override: emit(kind, override.name, describe_override(override))
+        self._store_care.emit = lambda told: emit("store_emptied", redact_url(self._settings.store), told)
         loops, sessions = LoopEvents(emit, self._shows_callers), SessionEvents(emit, self._shows_callers)
         incidents, budgets = IncidentEvents(emit), BudgetEvents(emit, self._shows_callers)
         health = "ok"
@@ -358,12 +363,13 @@ class Server:
         return [*self._reloader.unenforced, *self.service.handed_over.list_unenforced()]
 
     def _read_coverage_state(self) -> ServerState:
-        plans, refusal = self.service.engine.plans, self._reloader.refusal
+        plans, refusal, care = self.service.engine.plans, self._reloader.refusal, self._store_care
+        limits_sessions = any(plan.limiter is not None for plan in plans)
         return ServerState(
             store="memory" if isinstance(self._store, MemoryStore) else "shared",
             health=self._store.health(),
             watching=self._settings.watches,
-            limits_sessions=any(plan.limiter is not None for plan in plans),
+            limits_sessions=limits_sessions,
             acting=sum(not plan.shadow for plan in plans),
             refused=refusal.errors if refusal is not None else [],
             unenforced=len(self._list_unenforced()),
@@ -372,6 +378,10 @@ class Server:
                 for plan in [*plans, *self.service.handed_over.list_plans()]
                 if plan.ramp is not None
             ],
+            persistence=care.persistence,
+            must_keep=limits_sessions or self._has_budgets() or bool(self._overrides.list_standing()),
+            emptied=care.emptied,
+            kept_since=care.since,
         )
 
     def _has_budgets(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from extproc.budgets.guard import ONE, BudgetGuard, BudgetRule
 from extproc.budgets.rule_keys import Rule
 from extproc.policy.bundle import Spec
-from extproc.request.callers import CallerNames, Values, compile_shown, find_hidden
+from extproc.request.callers import Values, compile_shown, find_hidden, find_names
 from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.hash_key import HashKey, is_hidden
@@ -42,7 +42,7 @@ class PlannedRule:
         self.head = head
         self.body = body
         self.shown = compile_shown(head)
-        self.callers = CallerNames([*head, *[descriptor for descriptor, _ in body]])
+        self.callers = find_names((*head, *[descriptor for descriptor, _ in body]))
         # Without a key that Loopguard cannot derive, a rule would merge callers that it was to tell apart.
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
         self._match = () if self._never else tuple([_compile_match(*pair) for pair in match.items()])

@@ -20,7 +20,7 @@ from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
-from extproc.request.callers import CallerNames, Values, compile_shown, find_hidden, list_others
+from extproc.request.callers import Values, compile_shown, find_hidden, find_names, list_others
 from extproc.request.document import Document, NotCounted, NotJson, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.hash_key import HashKey
@@ -448,7 +448,7 @@ class Plan:
         needs_no_caller = any(detector.needs_no_caller for detector in self.detectors)
         self.guards_strangers = needs_no_caller and missing == "require_one" and not self.refuses_uncountable
         self.reads_body = bool(self._body_descriptors)
-        self.callers = CallerNames([*self._descriptors, *[descriptor for descriptor, _ in self._body_descriptors]])
+        self.callers = find_names((*self._descriptors, *[descriptor for descriptor, _ in self._body_descriptors]))
         self.labels, _ = parts.find_descriptors(spec.labels)
         self.aliases: dict[str, str] = {}
         self.rings: Rings | None = None

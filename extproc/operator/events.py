@@ -61,6 +61,7 @@ TYPES: Final = {
     "tool_failing": "io.loopguard.tool.failing.v1",
     "store_lost": "io.loopguard.store.lost.v1",
     "store_back": "io.loopguard.store.back.v1",
+    "store_emptied": "io.loopguard.store.emptied.v1",
 }
 """A type's name ends with its version: fields may be added to its data; if one changes its meaning, the version changes."""
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from extproc.request.document import Json, find
@@ -32,6 +33,8 @@ Values: TypeAlias = list[tuple[str, str]]
 """Values of descriptors, by name."""
 
 NO_OTHERS: Final[list[Values]] = []
+
+_MOST_NAMES: Final = 256
 
 
 class NameForm(NamedTuple):
@@ -59,8 +62,8 @@ class CallerNames:
 
     __slots__ = ("forms",)
 
-    def __init__(self, descriptors: Sequence[Descriptor]) -> None:
-        """Compile."""
+    def __init__(self, descriptors: tuple[Descriptor, ...]) -> None:
+        """Compile; see `find_names`."""
         keys = [part.key for descriptor in descriptors for part in descriptor.list_sources()]
         names = Counter([name_key(key) for key in dict.fromkeys(keys)])
         self.forms: list[NameForm] = []
@@ -105,6 +108,10 @@ class CallerNames:
     def list_secrets(self, values: Sequence[tuple[str, str]]) -> list[str]:
         """The hashes of secrets that identify a caller, each once."""
         return list(dict.fromkeys([each.value for each in self.split(values) if each.secret])) if self.forms else []
+
+
+find_names: Final = lru_cache(_MOST_NAMES)(CallerNames)
+"""The names of the callers that these descriptors tell apart; policies that have the same descriptors share them."""
 
 
 class NamedValue(NamedTuple):

@@ -16,7 +16,9 @@ from typing import Any
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store.backend import RedisBackend, find_part
+from extproc.store.care import judge_persistence, read_settings
 from extproc.store.known_refusals import KnownRefusals
+from extproc.store.link import RedisReply
 from extproc.store.pending import Pending
 from extproc.store.pushes import AnyPush
 from extproc.store.remote_documents import RemoteDocuments
@@ -145,6 +147,30 @@ class RemoteStore:
         if not isinstance(found, bytes) or len(found) != len(secret):
             raise StoreError(f"what the server has as {key} is not a secret of {len(secret)} bytes", kind="response")
         return found
+
+    async def share_marks(self, mark: bytes) -> dict[str, bytes]:
+        """See `KeepingStore`."""
+        return {name: await self.share_secret(name, mark) for name in self._side_connections.list_subjects("epoch")}
+
+    async def read_persistence(self) -> list[str]:
+        """See `KeepingStore`; a server that does not let its user ask may keep anything."""
+        found = []
+        for name in self._side_connections.list_subjects("epoch"):
+            self._check_side(name)
+            info = await self._ask_server(name, "INFO", "persistence")
+            points = await self._ask_server(name, "CONFIG", "GET", "save")
+            found.append(judge_persistence(info.decode() if isinstance(info, bytes) else "", read_settings(points)))
+        return found
+
+    async def _ask_server(self, subject: str, *command: str) -> RedisReply:
+        """The answer of the server with a subject; None if it refuses to give one."""
+        try:
+            [reply] = await self._side_connections.ask(subject, [command])
+        except StoreError as error:
+            if error.kind in ("connection", "timeout"):
+                raise
+            return None
+        return reply
 
     def health(self) -> str:
         """`ok`, or a description of the trouble."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Sequence
+from itertools import count
 
 from extproc.errors import StoreError
 from extproc.store.link import Command, ErrorReply, RedisReply, explain_refusal
@@ -45,6 +46,13 @@ class SideConnections:
     def find_part(self, subject: str) -> int:
         """The part of the key space with a subject's keys."""
         return zlib.crc32(subject.encode()) % len(self._layout.owners)
+
+    def list_subjects(self, kind: str) -> list[str]:
+        """A subject for each server, whose keys are there."""
+        parts: dict[str, int] = {}
+        for part, owner in enumerate(self._layout.owners):
+            parts.setdefault(owner, part)
+        return [next(name for n in count() if self.find_part(name := f"{kind}:{n}") == part) for part in parts.values()]
 
     def name_key(self, kind: str, subject: str, *below: str) -> str:
         """The key of a kind of state and a subject."""

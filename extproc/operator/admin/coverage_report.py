@@ -34,6 +34,8 @@ from extproc.operator.coverage_rows import (
     CoverageDocument,
     CoverageRow,
 )
+from extproc.store.care import EMPTIED, NOTHING, SNAPSHOTS
+from extproc.store.care import UNKNOWN as UNTOLD
 
 PROBLEM, NOTE = "problem", "note"
 """Severities of findings."""
@@ -44,6 +46,7 @@ _GRAVE = 0.01
 _REASONS_SHOWN = 3
 _PRESET = "loopguard init"
 _MINUTE = 60
+_DAY = 86_400
 
 HOW_TO_ENFORCE = "`loopguard init > policies/agents.json`, then `loopguard serve --policy policies/`"
 WATCHING = f"no policy is given, so the preset `agents` only watches; to enforce: {HOW_TO_ENFORCE}"
@@ -63,6 +66,9 @@ class ServerState(NamedTuple):
         acting: the number of enabled policies.
         refused: errors in policy files that were refused.
         ramps: of each policy with `enforce_percent`: its id, the percentage, the callers that it acts on, and all of them.
+        persistence: the least that a server of the store keeps when it restarts; see `StoreCare`.
+        must_keep: there are budgets, limits of sessions or orders, which must outlive the store.
+        emptied, kept_since: as in `StoreCare`.
     """
 
     store: str
@@ -73,6 +79,10 @@ class ServerState(NamedTuple):
     refused: list[str]
     unenforced: int
     ramps: Sequence[tuple[str, int, int, int]] = ()
+    persistence: str = ""
+    must_keep: bool = False
+    emptied: float = 0.0
+    kept_since: float = 0.0
 
 
 class CoveragePages:
@@ -115,7 +125,7 @@ class CoveragePages:
 def make_report(view: View[CoverageDocument], state: ServerState, places: Places, now: float) -> dict[str, Any]:
     """The JSON of `/coverage`."""
     document = view.document
-    about = [*_find_state(document, state), *_find_losses(document), *_find_ramps(state, places)]
+    about = [*_find_state(document, state), *_find_store(state, now), *_find_losses(document), *_find_ramps(state, places)]
     findings = [*about, *_find_reasons(document, places)]
     rows = [row for row in document.rows if row.policy]
     found = []
@@ -139,6 +149,8 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
         **describe_coverage(document, state),
         "since": write_time(document.since),
         "store": state.store,
+        "store_kept_since": write_time(state.kept_since) if state.kept_since else None,
+        "store_emptied": write_time(state.emptied) if state.emptied else None,
         "since_start": _add_up(document, recent=False),
         "policies": found,
         "findings": sorted(findings, key=lambda finding: (finding["level"] != PROBLEM, -finding["requests"])),
@@ -189,6 +201,8 @@ def _write_line(document: CoverageDocument, seen: Mapping[str, Any], state: Serv
         told += "".join(f", {seen[name]:,} {name.replace('_', ' ')}" for name in others if seen[name])
         if reasons := _list_main_reasons(document):
             told += f" ({', '.join(reasons)}); see `loopguard doctor`"
+    if state.emptied > time() - _DAY:
+        told += f"; {EMPTIED} (at {write_time(state.emptied)})"
     return f"{told}; {WATCHING}" if state.watching else told
 
 
@@ -313,6 +327,35 @@ def _find_ramps(state: ServerState, places: Places) -> list[dict[str, Any]]:
             change = "raise enforce_percent, or set another ramp_seed"
             place = _write_place(places, policy, "enforce_percent")
             found.append({**_describe(PROBLEM, "enforces_on_none", text, change), "place": place})
+    return found
+
+
+_UNKEPT = {
+    NOTHING: (PROBLEM, "the store keeps nothing when it restarts (`INFO persistence`)", "set `appendonly yes` on the server"),
+    SNAPSHOTS: (
+        NOTE,
+        "the store loses what came after its last snapshot when it crashes (`INFO persistence`)",
+        "set `appendonly yes` on the server",
+    ),
+    UNTOLD: (
+        NOTE,
+        "the store does not say whether it keeps anything when it restarts",
+        "give its user `+info` and `+config|get`, or make sure that the server has `appendonly yes`",
+    ),
+}
+"""By what a store keeps that is not everything: level, text and change."""
+
+
+def _find_store(state: ServerState, now: float) -> list[dict[str, Any]]:
+    """What a shared store has lost, or would lose."""
+    found = []
+    if state.emptied > now - _DAY:
+        text = f"{EMPTIED} (found at {write_time(state.emptied)})"
+        found.append(_describe(PROBLEM, "store_emptied", text, "give the orders again, and see why the server lost its keys"))
+    if state.must_keep and state.persistence in _UNKEPT:
+        level, text, change = _UNKEPT[state.persistence]
+        lost = "budgets would be full again, circuit breakers closed, and blocks, kills and grants gone"
+        found.append(_describe(level, "store_persistence", f"{text}: {lost}", change))
     return found
 
 

@@ -1,0 +1,208 @@
+"""What a store on servers keeps when it restarts, and that it has lost its keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from extproc.errors import StoreError
+from extproc.metrics import Metrics
+from extproc.operator.admin.coverage_report import ServerState, make_report
+from extproc.operator.board import View
+from extproc.operator.coverage_rows import CoverageDocument
+from extproc.store.care import (
+    EMPTIED,
+    LOG,
+    NOTHING,
+    SNAPSHOTS,
+    UNKNOWN,
+    StoreCare,
+    judge_persistence,
+    read_settings,
+)
+from extproc.store.memory import MemoryStore
+from extproc.store.side_connections import SideConnections
+
+AOF = "# Persistence\r\nloading:0\r\naof_enabled:1\r\naof_last_write_status:ok\r\n"
+NO_AOF = "# Persistence\r\naof_enabled:0\r\nrdb_last_bgsave_status:ok\r\n"
+
+
+class Servers:
+    """As much of a store as is asked here: each server keeps the mark that it is given first."""
+
+    def __init__(self, *kept: str) -> None:
+        self.kept = list(kept)
+        self.marks: list[dict[str, bytes]] = [{} for _ in kept]
+        self.error: StoreError | None = None
+
+    async def share_marks(self, mark: bytes) -> dict[str, bytes]:
+        """Keep or fail."""
+        if self.error is not None:
+            raise self.error
+        return {str(place): marks.setdefault("mark", mark) for place, marks in enumerate(self.marks)}
+
+    async def read_persistence(self) -> list[str]:
+        """What is kept."""
+        return self.kept
+
+
+def look(care: StoreCare, times: int = 1) -> None:
+    """Look as often."""
+    for _ in range(times):
+        asyncio.run(care.look())
+
+
+def attend(store: object) -> tuple[StoreCare, list[Any]]:
+    """What looks after a store, and what it tells."""
+    care, told = StoreCare(store, Metrics()), list[Any]()
+    care.emit = told.append
+    return care, told
+
+
+def test_an_emptied_server_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By every replica that knew its mark; one that begins later takes the new mark."""
+    servers = Servers(LOG, LOG)
+    (one, told), (other, told_too) = attend(servers), attend(servers)
+    look(one, 3)
+    look(other)
+    assert (told, one.emptied, one.since > 0) == ([], 0, True)
+
+    servers.marks[1].clear()
+    look(one, 2)
+    look(other, 2)
+    late, _ = attend(servers)
+    look(late)
+
+    assert told == told_too == [{"servers": 1, "of": 2, "kept_since": one.since}]
+    assert (one.emptied > 0, other.emptied > 0, late.emptied) == (True, True, 0)
+    assert [(record.message, record.levelno) for record in caplog.records] == [(EMPTIED, logging.ERROR)] * 2
+
+
+def test_a_store_that_is_away_is_not_emptied() -> None:
+    """Nor is it while nothing is known of it."""
+    servers = Servers(LOG)
+    care, told = attend(servers)
+    servers.error = StoreError("down", kind="connection")
+    look(care)
+    servers.error = None
+    look(care)
+    servers.error = StoreError("down", kind="connection")
+    look(care)
+    servers.error = None
+    look(care)
+
+    assert (told, care.emptied) == ([], 0)
+
+
+def test_a_store_in_memory_needs_no_care() -> None:
+    """It ends with its process."""
+    care, told = attend(MemoryStore(Metrics()))
+    look(care)
+
+    assert (care.persistence, care.emptied, told) == ("", 0, [])
+
+
+@pytest.mark.parametrize(
+    ("kept", "least"),
+    [((LOG, LOG), LOG), ((LOG, SNAPSHOTS), SNAPSHOTS), ((UNKNOWN, SNAPSHOTS), UNKNOWN), ((LOG, NOTHING), NOTHING)],
+)
+def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -> None:
+    """Each has a part of the budgets."""
+    care, _ = attend(Servers(*kept))
+    look(care)
+
+    assert care.persistence == least
+
+
+@pytest.mark.parametrize(
+    ("info", "points", "expected"),
+    [
+        (AOF, "", LOG),
+        (AOF, None, LOG),
+        (AOF.replace("status:ok", "status:err"), "", NOTHING),
+        (NO_AOF, "", NOTHING),
+        (NO_AOF, "3600 1 300 100", SNAPSHOTS),
+        (NO_AOF.replace("status:ok", "status:err"), "3600 1", NOTHING),
+        (NO_AOF, None, UNKNOWN),
+        ("", "", UNKNOWN),
+        ("# Persistence\r\nnonsense", "3600 1", UNKNOWN),
+    ],
+)
+def test_persistence_is_read_from_the_servers_own_words(info: str, points: str | None, expected: str) -> None:
+    """What a server does not tell is unknown, not good."""
+    assert judge_persistence(info, points) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"), [([b"save", b"3600 1"], "3600 1"), ([b"save", b""], ""), ([], None), (None, None), (b"OK", None)]
+)
+def test_a_setting_is_read_from_an_answer(reply: object, expected: str | None) -> None:
+    """A hidden setting is none."""
+    assert read_settings(reply) == expected
+
+
+class Layout:
+    """Servers by the part of the keys that they have."""
+
+    def __init__(self, *owners: str) -> None:
+        self.owners: Sequence[str] = owners
+        self.tags: Sequence[str] = ()
+        self.changes = 0
+
+    def open(self, owner: str) -> Any:  # noqa: ANN401  # no connection is opened
+        """Never."""
+        raise AssertionError(owner)
+
+
+@pytest.mark.parametrize("owners", [("a",), ("a", "a", "b", "b"), ("a", "b", "c", "a"), tuple("abcdefgh")])
+def test_every_server_has_a_mark(owners: tuple[str, ...]) -> None:
+    """In a part of the keys that is its own."""
+    connections = SideConnections(Layout(*owners), "loopguard:")
+
+    found = [owners[connections.find_part(name)] for name in connections.list_subjects("epoch")]
+    assert sorted(found) == sorted(set(owners))
+
+
+def report(**known: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of ServerState
+    """The JSON of /coverage of a server with these facts."""
+    state = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0, **known)
+    return make_report(View(CoverageDocument([], 0.0, 60.0), "r", ["r"], ""), state, {}, 1_000_000.0)
+
+
+@pytest.mark.parametrize(
+    ("persistence", "must_keep", "level"),
+    [
+        (NOTHING, True, "problem"),
+        (SNAPSHOTS, True, "note"),
+        (UNKNOWN, True, "note"),
+        (LOG, True, None),
+        ("", True, None),
+        (NOTHING, False, None),
+    ],
+)
+def test_doctor_says_what_a_restart_would_lose(persistence: str, must_keep: bool, level: str | None) -> None:  # a case
+    """Only if there is something that must not be lost."""
+    found = [
+        each
+        for each in report(persistence=persistence, must_keep=must_keep)["findings"]
+        if each["reason"] == "store_persistence"
+    ]
+
+    assert [each["level"] for each in found] == ([level] if level else [])
+    assert all("budgets would be full again" in each["text"] for each in found)
+
+
+def test_doctor_says_for_a_day_that_the_store_was_emptied() -> None:
+    """And since when it has kept what it has."""
+    now = 1_000_000.0
+
+    for emptied, expected in ((now - 60, 1), (now - 90_000, 0), (0.0, 0)):
+        made = report(emptied=emptied, kept_since=now - 3_600)
+        found = [each for each in made["findings"] if each["reason"] == "store_emptied"]
+        assert len(found) == expected
+        assert (made["store_emptied"] is not None) == bool(emptied)
+        assert made["store_kept_since"] == "1970-01-12T12:46:40Z"
