@@ -45,6 +45,7 @@ find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
 hash_first_words: Final = _SHAPES.hash_first_words
 find_longest_answer: Final = _SHAPES.find_longest_answer
+count_copies: Final = _SHAPES.count_copies
 read_options: Final = _SHAPES.read_options
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})

@@ -784,7 +784,7 @@ class Shapes:
 
     def find_longest_answer(self, conversation: Conversation) -> int:
         """The number of tokens that a request allows for its answer, at any of these places; 0 if it does not say."""
-        return max([_read_number(conversation.body, keys) for _, keys in self._longest_answers])
+        return max([_read_number(conversation.body, keys, lenient=False) for _, keys in self._longest_answers])
 
     def read_options(self, document: Document, places: frozenset[str]) -> Options:
         """What a request says about its answer, also if there is no conversation in it.
@@ -806,9 +806,16 @@ class Shapes:
                 body = self._fill_body(document.value())
             model = body.model or ""
         longest = [_read_number(body, keys) for place, keys in self._longest_answers if not places or place in places]
+        return Options(max(longest), self._count_copies(body), model)
+
+    def count_copies(self, conversation: Conversation) -> int:
+        """The number of answers that a request asks for."""
+        return self._count_copies(conversation.body)
+
+    def _count_copies(self, body: Any) -> int:  # noqa: ANN401  # a struct that is made at run time
         copies = [_read_number(body, keys) for keys in self._copies]
         prompts = [_count_items(getattr(body, keys[0])) for keys in self._copies if len(keys) == 1]
-        return Options(max(longest), max(1, *copies) * max(1, *prompts), model)
+        return max(1, *copies) * max(1, *prompts)
 
     def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
         """Where an edited body has its only conversation: a list of messages, or a text instead.
@@ -1172,16 +1179,16 @@ def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
     return len(value) > _LONGEST_NOTHING or b"".join(bytes(value).split()) not in {b"", b"null", b"[]", b"{}"}
 
 
-def _read_number(body: Any, keys: Sequence[str]) -> int:  # noqa: ANN401  # a struct that is made at run time
-    """A positive number among the options of a body, as lenient servers read it; 0 for anything else."""
+def _read_number(body: Any, keys: Sequence[str], *, lenient: bool = True) -> int:  # noqa: ANN401  # a struct that is made at run time
+    """A positive number among the options of a body, also in a text, as lenient servers read it; 0 for anything else."""
     found = getattr(body, keys[0])
     if found is ABSENT or type(found) is not Raw or len(found) > _LONGEST_OPTIONS:
         return 0
     try:
         number = _follow(open_value(found), tuple(keys[1:]))
         if isinstance(number, Raw):  # with a fraction
-            number = bytes(number).decode()
-        if isinstance(number, str) and len(number) <= _MOST_DIGITS:
+            number = float(bytes(number))
+        elif lenient and isinstance(number, str) and len(number) <= _MOST_DIGITS:
             number = float(number)
     except (NotCounted, ValueError):  # nested too deeply to be options, or no number
         return 0

@@ -47,7 +47,7 @@ from extproc.request.fingerprint import (
     write_query,
 )
 from extproc.request.http import HttpRequest, cut_text
-from extproc.sessions.history import digest_continuation, read_tool_calls
+from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.rates import Usage
@@ -92,9 +92,6 @@ _TWICE: Final = 2
 _IDENTITY: Final = 8
 _NO_NAME: Final = bytes(_CALL - CONVERSATION)
 _KILLED: Final = LIMITS.index(KILLED)
-_ANSWER: Final = 1_000
-"""Tokens of an answer whose length the request does not limit, for the estimate of its cost."""
-
 
 NOT_CHANGING: Final[list[tuple[str, str]]] = []
 
@@ -752,7 +749,7 @@ class SessionCandidate(Candidate):
             self._read_calls(document)
         self.call = CALLS.name()
         self.model = cut_text(find_model(body.request.path, self.calls.model), LONGEST_MODEL)
-        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
+        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or DEFAULT_ANSWER)
         if place is not None:
             fresh = self.call[:CONVERSATION]
             self._earlier_steps, self._nameless = place.depth, True

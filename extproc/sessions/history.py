@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from msgspec import json
 
-from extproc.apis import ERROR_MARKS, find_conversation, find_longest_answer, open_conversation
+from extproc.apis import ERROR_MARKS, count_copies, find_conversation, find_longest_answer, open_conversation
 from extproc.apis.conversation import (
     ASSISTANT,
     NO_TOOLS,
@@ -78,6 +78,9 @@ _LONGEST_MODEL: Final = 256
 _LONGEST_ANSWER: Final = 131_072
 """Tokens. No text answer has more, whatever a request allows."""
 
+DEFAULT_ANSWER: Final = 1_000
+"""Tokens of an answer whose length the request does not limit, for the estimate of its cost."""
+
 
 class CallHistory:
     """The calls and tools in a request's history; never changed.
@@ -89,7 +92,7 @@ class CallHistory:
         tools: digest and name, cut to 64 characters, of each called tool, in the order of their first calls.
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
-        answer: the number of tokens that the request allows for its answer; 0 if it does not say.
+        answer: the number of tokens that the request allows for its answers; 0 if it does not say, and asks for one.
         failed: number of the newest results that are errors: marked as such, or a tool's text that begins like one.
     """
 
@@ -139,7 +142,9 @@ def read_tool_calls(document: Document) -> CallHistory:
     conversation = open_conversation(document)
     turns = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).turns
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
-    answer = min(find_longest_answer(conversation), _LONGEST_ANSWER)
+    copies = count_copies(conversation)
+    answer = min(find_longest_answer(conversation), _LONGEST_ANSWER) or (DEFAULT_ANSWER if copies > 1 else 0)
+    answer *= copies
     total, steps, known = 0, 0, b""
     tools: dict[bytes, str] = {}
     calls: list[CountedCall] = []

@@ -33,7 +33,7 @@ class Reply(NamedTuple):
     headers: Mapping[str, str] = {}
     whole: bool = False
     cut: bool = False
-    before: Callable[[], object] | None = None
+    before: Callable[[], object] = lambda: None
 
 
 class Model:
@@ -56,12 +56,11 @@ class Model:
                 self._answer(outer.reply)
 
             def _answer(self, reply: Reply) -> None:
-                if reply.before is not None:
-                    reply.before()
+                reply.before()
                 self.send_response(reply.status)
-                for name, value in {"content-type": reply.kind, **reply.headers}.items():
-                    if value:
-                        self.send_header(name, value)
+                kind = {"content-type": reply.kind} if reply.kind else {}
+                for name, value in {**kind, **reply.headers}.items():
+                    self.send_header(name, value)
                 size = sum(len(part) for part in reply.parts if isinstance(part, bytes))
                 self.send_header(*(("content-length", str(size)) if reply.whole else ("transfer-encoding", "chunked")))
                 self.end_headers()

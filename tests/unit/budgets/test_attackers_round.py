@@ -1,8 +1,8 @@
 """An attacker's round over budgets: whatever its clients do, a caller pays what its answers say.
 
 Each request asks for some samples of some length, or does not say how long. Its answer tells its tokens, or is a stream that
-does not, or tells nonsense; its client stays or leaves; its entry in the access log arrives once, twice, at the other replica, or
-never. An answer is as long as its request allows, or a thousand tokens for each sample, as is reserved.
+does not, or tells nonsense; its client stays or leaves; its entry in the access log arrives once, twice, at the other replica,
+or never. An answer is as long as its request allows, or a thousand tokens for each sample, as is reserved.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Sent(NamedTuple):
         told = {"input": self.prompt, "output": self.output}
         sizes = (self.size + 80, self.output * 4 + 100)
         streamed = {"sizes": (sizes[0], self.output * (4 + self.air)), "headers": STREAM}
-        return {
+        entries: dict[str, dict[str, Any]] = {
             "told": {"told": told, "sizes": sizes, "took": SENT},
             "stream": {**streamed, "took": SENT},
             "document": {"sizes": sizes, "took": SENT},
@@ -90,7 +90,8 @@ class Sent(NamedTuple):
             "much cached": {"told": told | {"cached": ABSURD}, "sizes": sizes, "took": SENT},
             "error": {"status": 503, "sizes": (sizes[0], 20), "took": SENT},
             "unsent": {"status": 403, "sizes": (0, 20)},
-        }[self.outcome]
+        }
+        return entries[self.outcome]
 
 
 _OUTCOMES = [
@@ -119,7 +120,7 @@ SENT_REQUESTS = st.lists(
 class Round:
     """Two replicas on one store, and a budget of a day for each caller; those without a name share one."""
 
-    def __init__(self, budget: int, **spec: object) -> None:
+    def __init__(self, budget: int, **spec: Any) -> None:  # noqa: ANN401  # keys of a spec
         made = rule("cost_based", budget=budget, cost_key="usage:tokens", period="1d", staged_actions=REJECT)
         store = MemoryStore(Metrics(), clock=Clock())
         self.replicas = [make_service(limited(made, **spec), store=store) for _ in range(2)]
