@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from extproc.cli.replay.command import COUNT, write_file
@@ -85,8 +86,14 @@ def run(options: argparse.Namespace) -> int:
     for line in list_problems(document["problems"]):
         print(escape_controls(line), file=sys.stderr)
     if not document["conversations"]:
-        told = (
-            "no file was changed in that time" if options.since is not None and not files else "no file contains a conversation"
-        )
-        raise LoopguardError(f"nothing to scan in {', '.join(paths)}: {told}")
+        why = _explain_nothing(document["problems"], unchanged=options.since is not None and not files)
+        raise LoopguardError(f"nothing to scan in {', '.join(paths)}: {why}")
     return 0
+
+
+def _explain_nothing(problems: Mapping[str, object], *, unchanged: bool) -> str:
+    """Why there is no conversation."""
+    if unchanged:
+        return "no file was changed in that time"
+    foreign = {"unread", "unknown"} & problems.keys()
+    return "no conversation in it was understood" if foreign else "no file contains a conversation"

@@ -40,6 +40,13 @@ _CALLED: Final = (*_MODELS, "ai.model.id", "gen_ai.system", "ls_model_name")
 """Attributes of spans of model calls."""
 
 _OTHER_SPANS: Final = ("execute_tool", "invoke_agent", "create_agent", "embeddings")
+_SPEAKING: Final = re.compile(
+    r"(?:^|[._])(?:(?:all_)?messages(?:_events)?|events|prompt|llm_request|chat_history|chat_ctx|inputs?[._]value)$"
+)
+"""Attributes in which programs write conversations in forms of their own."""
+
+_CALLING: Final = re.compile("tool|call|func", re.IGNORECASE)
+_SERVER_CALLS: Final = frozenset({"server_tool_call", "server_tool_call_response"})
 _AGENTS: Final = ("gen_ai.agent.name", "agent.name")
 _SESSIONS: Final = ("gen_ai.conversation.id", "session.id")
 _COUNTS: Final = {
@@ -49,6 +56,7 @@ _COUNTS: Final = {
     "written": ("gen_ai.usage.cache_creation.input_tokens", "gen_ai.usage.cache_creation_input_tokens"),
 }
 _DEEPEST = 32
+_MOST_FOREIGN = 8
 
 
 class _Attributed(msgspec.Struct):
@@ -106,6 +114,8 @@ class Otlp:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._followed = FollowedRequests(runs)
+        self._read_any = False
+        self._foreign: dict[str, ScannedPlace] = {}
 
     def read(self, data: bytes, place: ScannedPlace) -> bool:
         """See `TranscriptReader`."""
@@ -142,6 +152,10 @@ class Otlp:
 
     def close(self) -> None:
         """See `TranscriptReader`."""
+        if not self._read_any:  # where calls are read, other spans tell the same once more
+            for key, place in self._foreign.items():
+                self._runs.pass_over(self.kind, UnknownLineError(f"spans with messages in {key} alone", "unread"), place)
+        self._foreign.clear()
         self._followed.close()
 
     def _take(  # noqa: PLR0913  # all that is known of a span
@@ -156,8 +170,14 @@ class Otlp:
         messages = _list_messages(attributes, events)
         if not messages:
             if _find(attributes, _CALLED) is not None and attributes.get("gen_ai.operation.name") not in _OTHER_SPANS:
-                raise UnknownLineError("a call of a model without messages, or with messages in another form", "unread")
+                self._read_any = True  # as far as it can be
+                where = ", ".join(_list_speaking(attributes))
+                form = f"messages in {where}" if where else "no messages, or messages in another form"
+                raise UnknownLineError(f"a call of a model with {form}", "unread")
+            for key in _list_speaking(attributes)[: _MOST_FOREIGN - len(self._foreign)]:
+                self._foreign.setdefault(key, place)
             return  # another span
+        self._read_any = True
         body = _encode({"messages": messages, **({"tools": [{"name": "any"}]} if _mention_tools(attributes, messages) else {})})
         counts = {name: _find(attributes, keys) for name, keys in _COUNTS.items()}
         prompt, output = counts["input"], counts["output"]
@@ -169,6 +189,11 @@ class Otlp:
         agent = cut_name(_find(attributes, _AGENTS))
         session = cut_name(_find(attributes, _SESSIONS)) or cut_name(trace)
         self._followed.take(body, call, About(self.kind, session, project, agent))
+
+
+def _list_speaking(attributes: Mapping[str, Any]) -> list[str]:
+    """The attributes that seem to contain a conversation."""
+    return [key for key, value in attributes.items() if _SPEAKING.search(key) and isinstance(_parse(value), list | dict)]
 
 
 def _find(attributes: Mapping[str, Any], names: Iterable[str]) -> Any:  # noqa: ANN401  # JSON
@@ -270,6 +295,8 @@ def _write_message(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif kind == "tool_call_response":
             result = part.get("response", part.get("result"))
             results.append({"role": "tool", "tool_call_id": str(identity or ""), "content": read_text(result)})
+        elif isinstance(kind, str) and _CALLING.search(kind) and kind not in _SERVER_CALLS:
+            raise UnknownLineError(f"a part of an unknown kind: {kind}", "unread")
         elif kind != "reasoning":
             texts.append(read_text(part.get("content")))
     if not (texts or calls):
@@ -284,10 +311,11 @@ def _write_plain(message: Mapping[str, Any], role: str) -> dict[str, Any]:
     calls = _parse(message.get("tool_calls"))
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            written.setdefault("tool_calls", []).append(
-                _write_call(call.get("id"), function.get("name"), function.get("arguments"))
-            )
+        if not isinstance(function, dict):
+            raise UnknownLineError("tool calls in another form", "unread")
+        written.setdefault("tool_calls", []).append(
+            _write_call(call.get("id"), function.get("name"), function.get("arguments"))
+        )
     if role == "tool":
         written["tool_call_id"] = str(message.get("tool_call_id") or message.get("id") or "")
     return written

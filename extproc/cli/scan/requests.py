@@ -6,15 +6,17 @@ tells the tokens. Each request shows its history; those that continue one conver
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
 from extproc.apis import APIS, COUNT_PLACES, open_conversation
-from extproc.apis.conversation import ASSISTANT, Conversation, Message
-from extproc.apis.messages import OTHER
+from extproc.apis.conversation import ASSISTANT, ASSISTANTS, OTHER_ROLE, Conversation, Message
+from extproc.apis.messages import CALL, OTHER
 from extproc.apis.usage import find_model
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
@@ -53,6 +55,17 @@ _COUNTED: Final = sorted(
 )
 """Keys of responses that have counts, which may also stand beside a request."""
 
+_MOST_KEYS: Final = 6
+_LOOKED_AT: Final = 64
+"""Number of newest messages in which to look for what no API has."""
+
+_CALLS: Final = re.compile("tool|call|func|action", re.IGNORECASE)
+_CONTENTS: Final = ("content", "tool_calls", "function_call", "toolCalls", "refusal", "audio")
+_NOTHING: Final = len("null")
+_BESIDE: Final = frozenset({"annotations", "reasoning_details", "thinking_blocks", "experimental_attachments"})
+"""Lists in answers without content that say nothing of what the model did."""
+
+_OBJECTS: Final = re.compile(rb"\[\s*\{")
 _DEEPEST = 3
 _values = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list = msgspec.json.Decoder(list[msgspec.Raw])
@@ -97,7 +110,7 @@ class FollowedRequests:
         """
         unread = self._runs.find_unread(body)
         if unread in NO_HISTORY:
-            raise UnknownLineError(unread, "unread")
+            raise UnknownLineError(f"{unread}{_describe_messages(body)}", "unread")
         try:
             conversation = open_conversation(Document(body))
             speakers = conversation.list_speakers()
@@ -105,8 +118,8 @@ class FollowedRequests:
             messages = _list_messages(body, conversation.shape.path)
             if ASSISTANT not in speakers and self._take_text(body, messages, conversation, call, about):
                 return
-            if not any(map(_shows_content, conversation.read_backwards())):
-                raise UnknownLineError("messages with their content under unknown keys", "unread")
+            if foreign := _find_foreign(conversation, messages):
+                raise UnknownLineError(foreign, "unread")
         except NotCounted as why:
             raise UnknownLineError(unread or why.reason, "unread") from None
         if place is None or len(messages) != len(speakers):
@@ -279,6 +292,54 @@ def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
 def _shows_content(message: Message) -> bool:
     """Whether a message has anything where its API has it."""
     return any(part.kind != OTHER or part.value is not ABSENT for part in message.read_parts())
+
+
+def _describe_messages(body: bytes) -> str:
+    """The keys of the first message of a body whose messages are in the form of no API; empty if there is none."""
+    try:
+        values = _values.decode(body)
+        listed = [_list.decode(values[key]) for key in _HEADS if bytes(values.get(key, b"")).startswith(b"[")]
+        keys = [", ".join(sorted(_values.decode(messages[0]))[:_MOST_KEYS]) for messages in listed if messages]
+    except BAD_JSON:
+        return ""
+    return f": messages with {keys[0]}" if keys else ""
+
+
+def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
+    """What the newest answers say in a form that no API has, such as that of an SDK: without it, nothing could repeat."""
+    if not any(map(_shows_content, conversation.read_backwards())):
+        return "messages with their content under unknown keys"
+    newest = list(islice(conversation.read_backwards(), _LOOKED_AT))
+    chat = conversation.shape.path == ("messages",)
+    if chat and any(message.speaker == OTHER_ROLE for message in newest):
+        return "messages without a role"
+    answers = [message for message in newest if message.speaker == ASSISTANT]
+    parts = [part for message in answers for part in message.read_parts()]
+    kinds = {kind for part in parts if part.kind == OTHER for kind in [_name_kind(part.value)] if _CALLS.search(kind)}
+    if kinds and all(part.kind != CALL for part in parts):
+        return f"calls of unknown kinds: {', '.join(sorted(kinds))}"
+    keys = {key for message in messages[-_LOOKED_AT:] for key in _list_foreign_keys(message)} if chat else set()
+    return f"answers with their content under {', '.join(sorted(keys))}" if keys else ""
+
+
+def _name_kind(value: Any) -> str:  # noqa: ANN401  # JSON
+    """The type of a part that is no text, call or result, or else its first key."""
+    if not isinstance(value, dict):
+        return ""
+    kind = _open(value["type"]) if "type" in value else next(iter(value), "")
+    return cut_name(kind)
+
+
+def _list_foreign_keys(message: bytes) -> list[str]:
+    """The unknown keys of an answer that has lists of objects there, and neither content nor calls."""
+    try:
+        values = _values.decode(message)
+    except BAD_JSON:
+        return []
+    role = _open(values.get("role"))
+    if not isinstance(role, str) or role not in ASSISTANTS or any(len(values.get(key, b"")) > _NOTHING for key in _CONTENTS):
+        return []
+    return [key for key, value in values.items() if key not in _BESIDE and _OBJECTS.match(bytes(value))]
 
 
 def _find_last(speakers: Sequence[str]) -> str:

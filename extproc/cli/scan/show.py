@@ -68,10 +68,12 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
     """What was found, in a few sentences."""
     calls, size = document["spent"]["calls"], write_size(document["bytes"])
     told = count_many(document["conversations"], "conversation")
-    lines = [f"{document['looped']:,} of {told} looped."]
-    unread = document["problems"].get("unread")
-    if unread is not None:
-        lines.append(f"{count_many(unread['count'], 'call')} cannot be judged: {', '.join(unread['names'])}.")
+    lines = [f"{document['looped']:,} of {told} looped." if document["conversations"] else "No conversation was understood."]
+    for kind, noun, what in (("unread", "call", "cannot be judged"), ("unknown", "value", "not understood")):
+        unread = document["problems"].get(kind)
+        if unread is not None:
+            were = "" if kind == "unread" else "was " if unread["count"] == 1 else "were "
+            lines.append(f"{count_many(unread['count'], noun)} {were}{what}: {', '.join(unread['names'])}.")
     if document["loops"]:
         for after, when in (("after_note", "a note at the third identical turn"), ("after_stop", "a stop at the seventh")):
             lines.append(f"After {when}, they went on for {write_spent(document[after])}{_write_share(document, after)}.")

@@ -1,0 +1,225 @@
+"""Chats and spans of other programs, which are named as not understood, and never as conversations without a loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from tests.support.scanning import scan_values
+from tests.support.transcripts import AgentSession, write_otlp, write_requests
+from tests.support.turn_writers import Did
+
+TURNS = range(20)
+GONE = "cat: x: No such file or directory"
+ARGUMENTS = {"command": "cat x"}
+FAILING = Did((("check", {"part": 1}),), ("Error: part 1 is broken. " + "It is. " * 30,))
+SESSION = AgentSession([FAILING] * 8)
+
+
+def make_chat(first: dict[str, Any], *turn: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """A chat in which the same turn is repeated."""
+    return {"messages": [first, *[write(number) for number in TURNS for write in turn]]}
+
+
+def constructed(name: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+    """A message as LangChain serializes it."""
+    return {"lc": 1, "type": "constructor", "id": ["langchain", "schema", "messages", name], "kwargs": fields}
+
+
+CHATS: dict[str, tuple[Any, str]] = {
+    "opencode": (
+        make_chat(
+            {"info": {"role": "user"}, "parts": [{"type": "text", "text": "Fix it."}]},
+            lambda at: {
+                "info": {"role": "assistant", "id": f"m{at}"},
+                "parts": [{"type": "tool", "tool": "bash", "state": {"input": ARGUMENTS, "output": GONE}}],
+            },
+        ),
+        "messages with info, parts",
+    ),
+    "langchain": (
+        make_chat(
+            {"type": "human", "content": "Fix it."},
+            lambda at: {"type": "ai", "content": "", "tool_calls": [{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}]},
+            lambda at: {"type": "tool", "content": GONE, "tool_call_id": f"c{at}"},
+        ),
+        "messages with content, type",
+    ),
+    "langchain, one message with a role": (
+        make_chat(
+            {"role": "user", "content": "Fix it."},
+            lambda at: {"type": "ai", "content": "", "tool_calls": [{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}]},
+            lambda at: {"type": "tool", "content": GONE, "tool_call_id": f"c{at}"},
+        ),
+        "messages without a role",
+    ),
+    "langchain, serialized": (
+        make_chat(
+            constructed("HumanMessage", content="Fix it."),
+            lambda at: constructed("AIMessage", content="", tool_calls=[{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}]),
+            lambda at: constructed("ToolMessage", content=GONE, tool_call_id=f"c{at}"),
+        ),
+        "messages with id, kwargs, lc, type",
+    ),
+    "ai sdk": (
+        make_chat(
+            {"role": "user", "content": "Fix it."},
+            lambda at: {"role": "assistant", "content": [{"type": "tool-call", "toolCallId": f"c{at}", "input": ARGUMENTS}]},
+            lambda at: {
+                "role": "tool",
+                "content": [{"type": "tool-result", "toolCallId": f"c{at}", "output": {"value": GONE}}],
+            },
+        ),
+        "calls of unknown kinds: tool-call",
+    ),
+    "ai sdk, for a page": (
+        make_chat(
+            {"role": "user", "content": "Fix it.", "parts": [{"type": "text", "text": "Fix it."}]},
+            lambda at: {
+                "role": "assistant",
+                "content": "",
+                "parts": [{"type": "tool-bash", "toolCallId": f"c{at}", "output": GONE}],
+            },
+        ),
+        "answers with their content under parts",
+    ),
+    "ai sdk 4, for a page": (
+        make_chat(
+            {"role": "user", "content": "Fix it."},
+            lambda at: {"role": "assistant", "content": "", "toolInvocations": [{"toolCallId": f"c{at}", "result": GONE}]},
+        ),
+        "answers with their content under toolInvocations",
+    ),
+    "slack": (
+        make_chat(
+            {"type": "message", "user": "U1", "text": "ping", "ts": "1"},
+            lambda at: {"type": "message", "user": "U2", "text": "ping", "ts": f"2.{at}"},
+        ),
+        "messages with text, ts, type, user",
+    ),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}] * 9}, "conversations"),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_in_the_form_of_no_api_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its keys, on stderr and on the page; the exit code is 1, and nothing says that no conversation looped."""
+    chat, words = CHATS[name]
+    (tmp_path / "chat.json").write_text(json.dumps(chat))
+    page = tmp_path / "page.html"
+
+    assert main(["scan", str(tmp_path / "chat.json"), "--html", str(page)]) == 1
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.err.splitlines()[-1].endswith("no conversation in it was understood")
+    assert "looped" not in told.out
+    assert words in page.read_text()
+    assert "0 of 0" not in page.read_text()
+
+
+def test_what_was_not_understood_stands_beside_what_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with a good log and others is scanned, and its first lines say what they are not about."""
+    lines = [*write_requests(AgentSession([FAILING]), "chat"), CHATS["slack"][0], CHATS["sharegpt"][0]]
+    (tmp_path / "f.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    assert main(["scan", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "0 of 1 conversation looped.",
+        "1 call cannot be judged: requests: no_messages: messages with text, ts, type, user.",
+        "1 value was not understood: an object with conversations.",
+    ]
+
+
+def test_other_keys_beside_an_answer_do_no_harm(tmp_path: Path) -> None:
+    """Thoughts, annotations and the like stand beside content and calls in logs of many gateways."""
+    lines = write_requests(SESSION, "chat")
+    for line in lines:
+        for message in line["request"]["messages"]:
+            message["provider_parts"] = [{"type": "tool-call"}]
+            message["reasoning_details"] = [{"type": "reasoning.text", "text": "Hm."}]
+
+    assert [loop[0] for loop in scan_values(tmp_path, lines).loops] == ["repeat"]
+
+
+def make_export(*spans: dict[str, Any]) -> dict[str, Any]:
+    """Spans with these attributes."""
+    made = [
+        {
+            "traceId": "t",
+            "name": "x",
+            "attributes": [{"key": key, "value": {"stringValue": each}} for key, each in span.items()],
+        }
+        for span in spans
+    ]
+    return {"resourceSpans": [{"scopeSpans": [{"spans": made}]}]}
+
+
+HISTORY = json.dumps([{"role": "user", "content": "Fix it."}])
+
+
+@pytest.mark.parametrize(
+    ("span", "words"),
+    [
+        ({"gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "events": HISTORY}, "messages in events"),
+        ({"agent_name": "a", "all_messages_events": HISTORY}, "all_messages_events alone"),
+        ({"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HISTORY}, "pydantic_ai.all_messages alone"),
+        (
+            {"gen_ai.system": "gcp.vertex.agent", "gcp.vertex.agent.llm_request": '{"contents": []}'},
+            "gcp.vertex.agent.llm_request",
+        ),
+        ({"ai.model.id": "m", "ai.prompt.messages": HISTORY}, "messages in ai.prompt.messages"),
+        ({"ai.operationId": "ai.generateText", "ai.prompt": '{"messages": []}'}, "ai.prompt alone"),
+        ({"langsmith.span.kind": "llm", "gen_ai.prompt": '{"messages": []}'}, "gen_ai.prompt alone"),
+        ({"openinference.span.kind": "LLM", "input.value": '{"messages": []}'}, "input.value alone"),
+    ],
+    ids=["pydantic-ai 1", "its agent", "pydantic-ai 2", "adk", "ai sdk", "its operation", "langsmith", "openinference"],
+)
+def test_spans_with_messages_elsewhere_are_named(span: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """By the attribute that has them."""
+    scanned = scan_values(tmp_path, [make_export(span), make_export({"http.method": "POST"})])
+
+    assert scanned.runs == []
+    (name,) = scanned.problems["unread"].names
+    assert words in name
+
+
+def test_spans_of_agents_beside_their_calls_are_no_problem(tmp_path: Path) -> None:
+    """They tell once more what the spans of the calls have told, in this line or another one."""
+    agent = make_export({"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HISTORY})
+
+    scanned = scan_values(tmp_path, [agent, *write_otlp(SESSION), agent])
+
+    assert [loop[0] for loop in scanned.loops] == ["repeat"]
+    assert scanned.problems == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "parts": [{"type": "tool-call", "toolName": "bash"}]}, "a part of an unknown kind: tool-call"),
+        ({"role": "assistant", "tool_calls": [{"name": "bash", "args": {}}]}, "tool calls in another form"),
+    ],
+)
+def test_calls_of_spans_in_another_form_are_named(message: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Left out, they would be answers that say nothing."""
+    given = json.dumps([{"role": "user", "content": "Fix it."}, message])
+
+    scanned = scan_values(tmp_path, [make_export({"gen_ai.request.model": "m", "gen_ai.input.messages": given})])
+
+    assert scanned.runs == []
+    assert list(scanned.problems["unread"].names) == [f"OTLP: {words}"]
+
+
+def test_new_parts_that_are_no_calls_are_read_as_before(tmp_path: Path) -> None:
+    """Such as files, which the conventions know."""
+    parts = [{"type": "text", "content": "See this."}, {"type": "blob", "content": "aGk="}, {"type": "uri", "uri": "x"}]
+    given = json.dumps([{"role": "user", "parts": parts}])
+
+    scanned = scan_values(tmp_path, [make_export({"gen_ai.request.model": "m", "gen_ai.input.messages": given})])
+
+    assert len(scanned.runs) == 1
