@@ -48,7 +48,7 @@ _MOST_KNOWN: Final = 4_096
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
 
-_FREE: Final = 4 * STEP
+_FREE: Final = 20 * STEP
 _MOST_NAMES_KEPT: Final = 2
 _LONGEST_NAMES_KEPT: Final = 64
 """Maximum units that a cached action takes, and number and length of its names."""
@@ -315,13 +315,13 @@ class Turn:
     __slots__ = (
         "_action",
         "_behind",
+        "_bounded",
         "_cost",
         "_end",
         "_evidence",
         "_failed",
         "_failure",
         "_failure_id",
-        "_bounded",
         "_head",
         "_ids",
         "_images",
