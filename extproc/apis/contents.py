@@ -14,6 +14,7 @@ from msgspec import Raw, ValidationError, json
 from extproc.apis.messages import OTHER, TEXT, Part
 from extproc.request.document import (
     ABSENT,
+    INSPECTION,
     WORTH_COUNTING,
     Json,
     NotJson,
@@ -35,6 +36,10 @@ _MAX_WRAPPED: Final = 32
 """Maximum number of elements in a text of the harness; a text with more counts as a person's."""
 
 _LONGEST_TAG: Final = 256
+
+_FEW_MEMBERS: Final = 5
+_MEMBER: Final = 2
+"""Number of members of most blocks, and units that each member of a larger one takes."""
 
 _NEWS: Final = (
     "result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
@@ -92,6 +97,8 @@ def _read_value(item: Json) -> Part | None:
 
 def read_block(block: Block) -> Part | None:
     """The part in one element of a content; None for a thought."""
+    if len(block) > _FEW_MEMBERS:
+        INSPECTION.take(_MEMBER * len(block))
     kind = block.get("type")
     if kind is not None:
         reader = READERS.get(read_string(kind))

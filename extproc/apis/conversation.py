@@ -593,14 +593,19 @@ class Conversation:
         return said
 
     def _find_first_words(self) -> tuple[str, int]:
-        """The user's first words, and the place of their message."""
-        for place in range(min(len(self._messages), _MAX_OLDEST)):
-            if self.name_speaker(place) == USER:
-                read = self.shape.read(self.open_message(place))
-                texts = [open_value(part.value) for part in read if part.kind == TEXT]
-                words = "".join([text for text in texts if isinstance(text, str)])
-                if words:
-                    return words, place
+        """The user's first words, and the place of their message; they may be cached, so they take no units of the caller."""
+        left = INSPECTION.left
+        INSPECTION.begin()
+        try:
+            for place in range(min(len(self._messages), _MAX_OLDEST)):
+                if self.name_speaker(place) == USER:
+                    read = self.shape.read(self.open_message(place))
+                    texts = [open_value(part.value) for part in read if part.kind == TEXT]
+                    words = "".join([text for text in texts if isinstance(text, str)])
+                    if words:
+                        return words, place
+        finally:
+            INSPECTION.left = left
         return "", 0
 
     def list_spoken(self) -> list[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from extproc.request.document import (
     Json,
     NotCounted,
     check_containers,
+    check_members,
     decode_json,
     open_value,
     walk,
@@ -271,6 +272,7 @@ def _without_metadata(part: Json) -> Json:
 
 def _open_bounded(value: msgspec.Raw) -> Json:
     check_containers(bytes(value))
+    check_members(bytes(value))
     return open_value(value)
 
 

@@ -104,4 +104,4 @@ def _count_value(value: object, depth: int = 0) -> int:
 def _is_media(block: dict[str, object]) -> bool:
     """Whether a block is an image or another file."""
     names = " ".join([read_string(block.get("type", "")), *block]).lower()
-    return any([word in names for word in _MEDIA])
+    return any(word in names for word in _MEDIA)

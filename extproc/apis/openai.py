@@ -26,7 +26,7 @@ from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.apis.usage import find_behind, find_model
 from extproc.decision import Framed
-from extproc.request.document import ABSENT, Json, decode_json, hook_number, open_value, walk, write_canonical
+from extproc.request.document import ABSENT, Json, charge, decode_json, hook_number, open_value, walk, write_canonical
 from extproc.request.patch import Fields, Patch, Value
 
 _DEPLOYMENTS: Final = ("/deployments/", "/engines/")
@@ -119,6 +119,7 @@ def _read(message: Json) -> list[Part]:
 
 def _read_calls(raw: Raw) -> list[Part]:
     """The calls beside a message's content."""
+    charge(raw)
     try:
         calls = decode_json(raw, _decode_calls)
     except ValidationError:
@@ -136,6 +137,7 @@ def _read_calls(raw: Raw) -> list[Part]:
 
 def _read_function(call: Raw) -> Part:
     """The one call of a message in the format before `tool_calls`."""
+    charge(call)
     try:
         tool = decode_json(call, _decode_tool)
     except ValidationError:

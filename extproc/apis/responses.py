@@ -15,7 +15,7 @@ from extproc.apis.messages import CALL, OTHER, REFERENCE, RESULT, Part
 from extproc.apis.openai import hold_calls
 from extproc.apis.places import INPUT_TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.decision import Framed
-from extproc.request.document import ABSENT, Json, open_value, write_canonical
+from extproc.request.document import ABSENT, Json, charge, open_value, walk, write_canonical
 from extproc.request.patch import Patch, Value
 
 _REASONING = "rs_"
@@ -116,6 +116,8 @@ def _read_call(item: Item) -> list[Part]:
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
     identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # calls that the server runs have no call id
     given: Json = _find_input(item)
+    walk(2)
+    charge(given)
     returned: Json = next(
         (value for value in (item.output, item.outputs, item.results, item.result) if is_given(value)), ABSENT
     )

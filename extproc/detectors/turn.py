@@ -48,7 +48,7 @@ _MOST_KNOWN: Final = 4_096
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
 
-_FREE: Final = 4 * STEP
+_FREE: Final = 20 * STEP
 _MOST_NAMES_KEPT: Final = 2
 _LONGEST_NAMES_KEPT: Final = 64
 """Maximum units that a cached action takes, and number and length of its names."""

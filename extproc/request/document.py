@@ -52,6 +52,9 @@ MAX_WIDE: Final = 20_000
 _MANY_MEMBERS: Final = 256
 """Loopguard sorts the members of larger objects itself: msgspec's time may grow with the square of their number."""
 
+_WORTH_CHARGING: Final = 256
+_VALUES_PER_UNIT: Final = 4
+
 _WORTH_REMEMBERING: Final = 32
 _LONGEST_WEIGHED: Final = 1_024
 
@@ -143,6 +146,17 @@ def walk(count: int) -> None:
     INSPECTION.take(count * STEP)
 
 
+def charge(text: bytes | msgspec.Raw) -> None:
+    """Take units for JSON that is decoded although it is a string in a body, where `check_containers` does not count it.
+
+    Raises:
+        NotCounted: there are not enough.
+    """
+    if len(text) > _WORTH_CHARGING:
+        written = bytes(text)
+        INSPECTION.take(written.count(b",") // _VALUES_PER_UNIT + written.count(b"{"))
+
+
 def hook_number(text: str) -> msgspec.Raw:
     """The `float_hook` of decoders: the only spelling of a number that has a fraction or an exponent.
 
@@ -168,7 +182,7 @@ _HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
 )
-_MOST_HALVES: Final = 4_000
+_MOST_HALVES: Final = 2_000
 """Maximum number of halves to replace in one body."""
 
 _MOST_ESCAPED: Final = 256
@@ -205,11 +219,12 @@ class Document:
         prefills: an assistant's message at the end is the start of the answer; see `Endpoint`.
     """
 
-    __slots__ = ("_data", "_value", "conversation", "prefills", "shortened")
+    __slots__ = ("_data", "_fits", "_value", "conversation", "prefills", "shortened")
 
     def __init__(self, data: bytes | memoryview, *, shortened: bool = False) -> None:
         self._data = data if isinstance(data, bytes) else data.tobytes()
         self._value: Json = _MISSING  # or the exception in place of it
+        self._fits: bool | None = len(self._data) <= WORTH_COUNTING or None
         self.conversation: Any = None
         self.shortened = shortened
         self.prefills = False
@@ -239,24 +254,25 @@ class Document:
         return self._data.lstrip()[:1] in (b"{", b"[")
 
     def data(self) -> bytes:
-        """The raw body, for readers that do not decode its arrays; each begins with all units.
+        """The raw body, for readers that do not decode all of it; each begins with all units.
 
         Raises:
-            NotCounted: it contains too many objects and arrays.
+            NotCounted: it contains too many objects, arrays or values.
         """
         INSPECTION.begin()
-        if len(self._data) > WORTH_COUNTING:
-            check_containers(self._data)
+        if self._fits is None:
+            self._fits = not holds_many(self._data)
+        if not self._fits:
+            raise NotCounted("inspect_limit")
         return self._data
 
     def _decode(self) -> Json:
         """The value, or the NotCounted that decoding raises."""
         left = INSPECTION.left
-        INSPECTION.begin()  # of its own, because whoever needs the value first decodes it for all
-        try:
-            check_containers(self._data)
-            check_members(self._data)
-            return decode_json(self._data)
+        try:  # with units of its own, because the first reader that needs the value decodes it for all
+            data = self.data()
+            check_members(data)
+            return decode_json(data)
         except NotCounted as failure:
             return failure.renew()
         finally:
@@ -269,18 +285,19 @@ def check_containers(data: bytes | memoryview | str) -> None:
     Raises:
         NotCounted: it does.
     """
-    if len(data) > WORTH_COUNTING:
-        data = data.encode() if isinstance(data, str) else bytes(data)
-        if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-            raise NotCounted("inspect_limit")
-        if data.count(b",") > MAX_VALUES and _holds_many(data):
-            raise NotCounted("inspect_limit")
+    if len(data) > WORTH_COUNTING and holds_many(data.encode() if isinstance(data, str) else bytes(data)):
+        raise NotCounted("inspect_limit")
 
 
-def _holds_many(data: bytes) -> bool:
-    """Whether JSON has more than MAX_VALUES commas outside of texts."""
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # from left to right, as parsers do
-    marks = plain.translate(None, _OTHERS).replace(b'""', b"")
+def holds_many(data: bytes) -> bool:
+    """Whether JSON has more than MAX_CONTAINERS objects and arrays, or more than MAX_VALUES commas outside of texts."""
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        return True
+    if data.count(b",") <= MAX_VALUES:
+        return False
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # from left to right, as parsers do
+    marks = data.translate(None, _OTHERS).replace(b'""', b"")
     if marks.count(b'"') > 2 * _MAX_TEXTS:
         return True
     return sum([outside.count(b",") for outside in marks.split(b'"')[::2]]) > MAX_VALUES

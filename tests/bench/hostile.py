@@ -35,7 +35,7 @@ _LOOKING: Mapping[str, Mapping[str, object]] = {
 _TURNS: Mapping[str, object] = {"similarity": "turns", "max_cycle": 16, "cooldown_seconds": 60}
 """It is on a server of its own: a policy with it needs none of the others that inspect conversations."""
 
-_READERS: Mapping[str, Mapping[str, object]] = {
+READERS: Mapping[str, Mapping[str, object]] = {
     "budgets": {
         "rules": [
             {
@@ -173,7 +173,7 @@ def run(*, quick: bool) -> list[Row]:
         rows.append(Row(name, median(longest), "ms", _LIMIT_MS))
     for kind, worst in (("notes", edits.find_worst_note(quick=quick)), ("narrowings", edits.find_worst_narrowing(quick=quick))):
         rows.append(Row(f"worst of {worst.bodies} {kind}: {worst.name}", worst.milliseconds, "ms", _EDIT_LIMIT_MS))
-    rows += [_measure_reader(name, spec, quick=quick) for name, spec in _READERS.items()]
+    rows += [_measure_reader(name, spec, quick=quick) for name, spec in READERS.items()]
     return [*rows, causes.measure(quick=quick)]
 
 

@@ -1,0 +1,190 @@
+"""What one reader of a body may spend: enough for real agents, and never what others have spent."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.apis import open_conversation
+from extproc.ext_proc.service import Service
+from extproc.request.document import MAX_STEPS, UNITS, Document, Inspection, NotCounted
+from extproc.sessions.history import read_tool_calls
+from tests.bench.hostile import READERS
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service
+from tests.support.turn_writers import PATHS, SHAPES, Did
+
+_KEY = "header:x-user-id"
+_MIB = 2**20
+
+
+def _reader(name: str, identity: str, mode: str = "enforce") -> dict[str, Any]:
+    """A policy in which only one reader looks into bodies."""
+    made = policy(identity, ANY, mode=mode, limit_keys=[_KEY])
+    del made["spec"]["loop_detection"]
+    made["spec"] |= READERS[name]
+    return made
+
+
+def _list_uncounted(service: Service, identity: str) -> dict[str, float]:
+    """How often a policy did not count, by reason."""
+    return {
+        found.labels["reason"]: found.value
+        for metric in service.metrics.uncounted.collect()
+        for found in metric.samples
+        if found.name.endswith("_total") and found.labels["policy"] == identity
+    }
+
+
+def _judge(policies: Sequence[dict[str, Any]], path: str, data: bytes) -> tuple[dict[str, float], object]:
+    """What the policy `watched` makes of a body: why it was not counted, and whether it is a loop."""
+    service = make_service(*policies)
+    answer = decoded(exchange(service, headers(path, x_user_id="u"), body(data))[-1])
+    return _list_uncounted(service, "watched"), answer.WhichOneof("response")
+
+
+def _write_messages(count: int) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * count}).encode()
+
+
+def _write_numbers(count: int) -> bytes:
+    call = {"id": "c", "function": {"name": "f", "arguments": json.dumps([0.5] * count)}}
+    told = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]}
+    return json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}, told]}).encode()
+
+
+def _write_parts(count: int) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}]}).encode()
+
+
+def _write_blocks(count: int) -> bytes:
+    block = {f"{number}": {} for number in range(20)}
+    return json.dumps({"messages": [{"role": "user", "content": [block] * (count // 5)}]}).encode()
+
+
+def _write_calls(count: int) -> bytes:
+    call = {"id": "c", "function": {"name": "f", "arguments": "[" + "1," * 80 + "1]"}}
+    told = [{"role": "tool", "tool_call_id": "c", "content": "x"}]
+    return json.dumps({"messages": [{"role": "assistant", "tool_calls": [call] * (count // 3)}, *told]}).encode()
+
+
+def _write_items(count: int) -> bytes:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    return json.dumps({"input": [*[call] * (count // 3), output]}).encode()
+
+
+_WRITERS: dict[str, Callable[[int], bytes]] = {
+    "messages": _write_messages,
+    "numbers": _write_numbers,
+    "parts": _write_parts,
+    "blocks": _write_blocks,
+    "calls": _write_calls,
+    "items": _write_items,
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(READERS)),
+    st.lists(st.tuples(st.sampled_from(sorted(READERS)), st.sampled_from(["enforce", "shadow"])), min_size=1, max_size=4),
+    st.integers(0, 4),
+    st.sampled_from(sorted(_WRITERS)),
+    st.integers(MAX_STEPS // 4, MAX_STEPS * 5 // 4),
+)
+def test_a_reader_depends_on_no_other(watched: str, others: list[tuple[str, str]], place: int, kind: str, count: int) -> None:
+    """Enforcing or in shadow, before it or behind it, near the limit of each kind of work."""
+    data = _WRITERS[kind](count)
+    path = "/v1/responses" if kind == "items" else "/v1/chat/completions"
+    beside = [_reader(name, f"{number}", mode) for number, (name, mode) in enumerate(others)]
+    for mode in ("enforce", "shadow"):
+        mine = _reader(watched, "watched", mode)
+
+        alone, together = _judge([mine], path, data), _judge([*beside[:place], mine, *beside[place:]], path, data)
+
+        assert together[0] == alone[0]
+
+
+@pytest.mark.parametrize("kind", _WRITERS)
+def test_every_kind_of_work_has_an_end(kind: str) -> None:
+    """A reader that needs all of a body reads much of one kind of work, but not without limit."""
+    little, much = (Document(_WRITERS[kind](count)) for count in (MAX_STEPS // 4, MAX_STEPS * 5))
+
+    def read(document: Document) -> None:
+        for message in open_conversation(document).read_backwards():
+            message.read_parts()
+        read_tool_calls(document)
+
+    read(little)
+
+    with pytest.raises(NotCounted, match="inspect_limit"):
+        read(much)
+
+
+def test_a_reader_that_has_not_begun_has_no_units() -> None:
+    """Whoever reads a body holds an inspection, and gets all units by beginning it."""
+    inspection = Inspection()
+
+    with pytest.raises(NotCounted, match="inspect_limit"):
+        inspection.take(1)
+    inspection.begin()
+    inspection.take(UNITS)
+    with pytest.raises(NotCounted, match="inspect_limit"):
+        inspection.take(1)
+
+
+def _work(random: Random, number: int) -> Did:
+    """A turn of a coding agent: it reads a file, or edits one, and gets text back."""
+    code = "\n".join([f"    total[{n}] = compute(a, b={random.random():.3f}, c=[{n}, {number}])" for n in range(8)])
+    given = {"path": f"src/module_{number}.py", "old": code, "new": f"{code}\n", "count": number}
+    return Did((("edit", given),), (f"{number} lines changed\n{code}\n{code}",), thought=f"Now step {number}.", number=number)
+
+
+def _work_briefly(_: Random, number: int) -> Did:
+    """A turn that is as short as agents make them."""
+    return Did((("run", {"command": f"make test-{number}", "timeout": 60}),), (f"ok {number}",), number=number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("work", "turns"), [(_work, 400), (_work_briefly, 800)], ids=["long turns", "short turns"])
+def test_long_histories_of_agents_are_inspected(name: str, shape: str, work: Callable[[Random, int], Did], turns: int) -> None:
+    """Up to the length of the default limit, or hundreds of turns."""
+    random = Random(7)
+    written: dict[str, Any] = SHAPES[shape]([work(random, number) for number in range(1, turns + 1)])
+    data = json.dumps(written).encode()
+
+    assert len(data) <= _MIB
+    uncounted, _ = _judge([_reader(name, "watched")], PATHS[shape], data)
+
+    assert "inspect_limit" not in uncounted
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_dozens_of_images_are_inspected(name: str) -> None:
+    """As a browser agent sends them, with the text of each page beside its screenshot."""
+    image = b64encode(Random(7).randbytes(9_000)).decode()
+    messages: list[dict[str, Any]] = []
+    for number in range(60):
+        call = {"id": f"c{number}", "type": "function", "function": {"name": "click", "arguments": f'{{"x":{number}}}'}}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": f"page {number}"})
+        shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}", "detail": "low"}}
+        messages.append({"role": "user", "content": [{"type": "text", "text": f"Page {number}"}, shown]})
+    data = json.dumps({"model": "m", "messages": messages}).encode()
+
+    assert _MIB * 0.6 < len(data) < _MIB
+    uncounted, _ = _judge([_reader(name, "watched")], PATHS["chat"], data)
+
+    assert "inspect_limit" not in uncounted
