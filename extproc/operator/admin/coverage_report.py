@@ -349,7 +349,7 @@ _UNKEPT = {
 def _find_store(state: ServerState, now: float) -> list[dict[str, Any]]:
     """What a shared store has lost, or would lose."""
     found = []
-    if state.emptied > now - _DAY:
+    if state.emptied and state.emptied > now - _DAY:
         text = f"{EMPTIED} (found at {write_time(state.emptied)})"
         found.append(_describe(PROBLEM, "store_emptied", text, "give the orders again, and see why the server lost its keys"))
     if state.must_keep and state.persistence in _UNKEPT:

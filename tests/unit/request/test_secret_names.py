@@ -13,7 +13,7 @@ import extproc.apis  # noqa: F401  # which say where each API's secret stands
 from extproc.cli.main import main
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import parse_line
-from extproc.engine.orders import hash_descriptor
+from extproc.engine.orders import Target
 from extproc.engine.recording import record_body, record_head
 from extproc.operator.admin.loop_report import describe_loops
 from extproc.operator.events import LoopEvents
@@ -211,8 +211,8 @@ def test_a_secret_in_a_body_is_read_as_its_hash(key: str) -> None:
 
     assert candidate.values == [(name, HIDDEN)]
     assert candidate.list_credentials() == [HIDDEN]
-    assert candidate.tenant == evaluation.budgets[0].reserved[0].tenant
-    assert order.target.descriptors == ((name, hash_descriptor(name, HIDDEN)),)
+    assert candidate.tenant == evaluation.budgets[0].reserved[0].tenant == HIDDEN
+    assert order.target == Target(caller=HIDDEN)
 
 
 def test_a_session_named_by_a_cache_key_is_found_by_its_value() -> None:
