@@ -119,12 +119,18 @@ class Route:
         around: that host and its RouteConfiguration.
         number: counts from 1.
         chosen: a matcher of the host chooses it, by more than the route says.
+        pattern: the paths of the requests that it takes.
     """
 
     place: ConfigPlace
     around: tuple[ConfigPlace, ConfigPlace]
     number: int
     chosen: bool = False
+    pattern: PathPattern = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the match once: it is compared with that of every other route."""
+        object.__setattr__(self, "pattern", read_match(self.match))
 
     @property
     def name(self) -> str:
@@ -145,11 +151,6 @@ class Route:
     def match(self) -> ConfigPlace:
         """The requests that it takes."""
         return self.place.get("match")
-
-    @property
-    def pattern(self) -> PathPattern:
-        """The paths of these requests."""
-        return read_match(self.match)
 
     @property
     def conditions(self) -> list[str]:

@@ -93,11 +93,9 @@ def _check_other_listeners(managers: Sequence[Manager], guards: Sequence[Guard])
     """A route of a listener without Loopguard must not lead where a guarded one does."""
     aims = [route.route for guard in guards for route in guard.guarded]
     guarding = {guard.manager.place.pointer for guard in guards if guard.guarded}
-    for manager in managers:
+    for manager in [manager for manager in managers if manager.place.pointer not in guarding]:
         ways = [(route, aim, _leads_to(route, aim)) for route in manager.routes if not route.is_answered_here for aim in aims]
         same = [aim.name for _, aim, answer in ways if answer]
-        if manager.place.pointer in guarding:
-            continue
         if same:
             problem = f"{manager.name} has routes to the same upstream without Loopguard: requests through it are not guarded"
             yield Finding("second-listener", manager.place.get("http_filters"), problem, _SNIPPET, same)

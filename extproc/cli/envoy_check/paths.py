@@ -19,6 +19,7 @@ BELOW = "(?:/.*)?"
 _WIDE = {ANYTHING: ANYTHING, "(.*)": ANYTHING, "(?:.*)": ANYTHING, "[^?]*": ANYTHING, "(/.*)?": BELOW, BELOW: BELOW}
 """Expressions that take everything below a literal, in the spelling that is used here."""
 
+_PLAIN = ("", ANYTHING, BELOW)
 _NAMED = {"prefix": ANYTHING, "path": "", "path_separated_prefix": BELOW}
 _FORMS = (*_NAMED, "safe_regex", "connect_matcher", "path_match_policy")
 _MODIFIERS = (*_FORMS, "case_sensitive", "runtime_fraction")
@@ -62,8 +63,10 @@ class PathPattern:
         """Whether it takes this path; None if that cannot be judged."""
         if self.never or not self._begins(path, self.literal):
             return False
-        if self.rest is None:
-            return None
+        if self.rest in (None, ANYTHING):
+            return None if self.rest is None else True
+        if self.rest in ("", BELOW):
+            return path[len(self.literal) :][:1] in (("", "/") if self.rest else ("",))
         flags = re.ASCII | (re.IGNORECASE if self.folds else 0)
         return re.fullmatch(re.escape(self.literal) + self.rest, path, flags) is not None
 
@@ -74,12 +77,13 @@ class PathPattern:
         if branches := self._list_branches():
             answers = [branch.reaches(prefix) for branch in branches]
             return True if True in answers else None if None in answers else False
+        if self.rest is None or self._is_inside(prefix):
+            return None if self.rest is None else True
         base = prefix.rstrip("/")
-        below = [prefix, f"{base}/", f"{base}/x", *[path for path in _SAMPLES if is_below(path, prefix)]]
-        answers = [self.takes(path) for path in below]
-        if True in answers or (self.rest is not None and self._is_inside(prefix)):
-            return True
-        return False if self.rest in ("", BELOW) else None
+        below = [prefix, f"{base}/"]
+        below += [f"{base}/x", *[path for path in _SAMPLES if is_below(path, prefix)]] if self.rest not in _PLAIN else []
+        found = any(self.takes(path) for path in below)
+        return found if found or self.rest in _PLAIN else None
 
     def _list_branches(self) -> list[PathPattern]:
         """One pattern for each alternative that is a plain text; none if there are no alternatives, or others."""
@@ -130,7 +134,7 @@ class PathPattern:
 
     def find_example(self) -> str:
         """A path that it takes; empty if none is known."""
-        if self.rest in _WIDE or self.rest == "":
+        if self.rest in _PLAIN:
             return self.literal
         return next((path for path in _SAMPLES if self.takes(path)), "")
 

@@ -32,12 +32,12 @@ def check_other_routes(guard: Guard) -> Iterator[Finding]:
     """Without policies, what guarded routes match must be guarded: no other route may take it before or after them."""
     if guard.needs.known:
         return  # then the selectors say what must be guarded
-    guarded = {route.route.place.pointer for route in guard.guarded}
+    others: dict[str, list[Route]] = {}
+    for route in _list_unguarded(guard):
+        if not route.is_answered_here and find_share(route.match):
+            others.setdefault(route.around[0].pointer, []).append(route)
     for aim in [route.route for route in guard.guarded]:
-        own = [route for route in guard.manager.routes if route.around[0].pointer == aim.around[0].pointer]
-        for route in own:
-            if route.place.pointer in guarded or route.is_answered_here or not find_share(route.match):
-                continue
+        for route in others.get(aim.around[0].pointer, ()):
             answer, behind = route.pattern.includes(aim.pattern), route.number > aim.number
             if answer is False or (behind and not aim.conditions) or list_methods(aim.match if behind else route.match):
                 continue
@@ -149,8 +149,8 @@ def check_aliases(guard: Guard) -> Iterator[Finding]:
     """An unguarded route may turn its path into a guarded one."""
     for route in _list_unguarded(guard):
         tunnel = route.match.get("connect_matcher")
-        same = [aim.route.name for aim in guard.guarded if share_upstream(route, aim.route)]
-        if tunnel.is_there and same:
+        same = [aim.route.name for aim in guard.guarded if tunnel.is_there and share_upstream(route, aim.route)]
+        if same:
             problem = f"{route.name!r} opens tunnels to the guarded upstream: requests in them are not guarded"
             yield Finding("alias", tunnel, problem, "no CONNECT to this cluster", same[:1])
         place, target = _find_target(route)
