@@ -25,6 +25,9 @@ DROPPED: Final = "turns dropped"
 EVICTED: Final = "entries evicted"
 """What a row may be about, in addition to the reasons of `uncounted_total`."""
 
+ENFORCES_ON_NONE: Final = "enforces_on_none"
+"""The finding about a share of the callers that is none of them."""
+
 
 class CoverageRow(msgspec.Struct, array_like=True):
     """One number.

@@ -22,6 +22,7 @@ from extproc.operator.coverage import BY_DESIGN
 from extproc.operator.coverage_rows import (
     COUNTED,
     DROPPED,
+    ENFORCES_ON_NONE,
     EVICTED,
     EXEMPT,
     PARTLY,
@@ -306,7 +307,7 @@ def _find_ramps(state: ServerState, places: Places) -> list[dict[str, Any]]:
             text = f"{policy}: {tell_share(percent, acting, callers)}"
             change = "raise enforce_percent, or set another ramp_seed"
             place = _write_place(places, policy, "enforce_percent")
-            found.append({**_describe(PROBLEM, "enforces_on_none", text, change), "place": place})
+            found.append({**_describe(PROBLEM, ENFORCES_ON_NONE, text, change), "place": place})
     return found
 
 
