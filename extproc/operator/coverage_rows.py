@@ -26,6 +26,9 @@ EVICTED: Final = "entries evicted"
 ABSURD: Final = "absurd usage"
 """What a row may be about, in addition to the reasons of `uncounted_total`."""
 
+ENFORCES_ON_NONE: Final = "enforces_on_none"
+"""The finding about a share of the callers that is none of them."""
+
 
 class CoverageRow(msgspec.Struct, array_like=True):
     """One number.

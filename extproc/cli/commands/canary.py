@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import count
@@ -17,6 +18,7 @@ from extproc.operator.after_notes import write_after
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.states import State, convert_state
 from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules
+from extproc.operator.coverage_rows import ENFORCES_ON_NONE
 from extproc.options import add_flags as add_options
 from extproc.options import read_options
 
@@ -63,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
     if options.question is None:
         options.show_help()
         return 0
-    every = _collect(open_clients(options.admin))
+    clients = open_clients(options.admin)
+    every = _collect(clients)
     states = [state for state in every if options.policy in (None, state.candidate)]
     canaries = describe_canaries(states, read_options(Rules, vars(options)))
     if not canaries:
@@ -72,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         compared = sorted({state.candidate for state in every})
         named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
         hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
-        raise LoopguardError(f"{named} is compared with an enforcing one; {hint}")
+        raise LoopguardError("; ".join([f"{named} is compared with an enforcing one", hint, *_list_idle_shares(clients)]))
     if options.json:
         print(json.dumps({"canaries": canaries}, indent=2))
     else:
@@ -90,6 +93,14 @@ def _collect(clients: Sequence[AdminClient]) -> list[State]:
                 if name not in newest or newest[name].until < state.until:
                     newest[name] = state
     return list(newest.values())
+
+
+def _list_idle_shares(clients: Sequence[AdminClient]) -> list[str]:
+    """The policies that act on a share of their callers in which there is none, as servers say it."""
+    with suppress(LoopguardError):  # it is not what was asked for
+        findings = [finding for client in clients for finding in client.ask("/coverage")["findings"]]
+        return list(dict.fromkeys([each["text"] for each in findings if each["reason"] == ENFORCES_ON_NONE]))
+    return []
 
 
 def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # a server may answer anything

@@ -25,6 +25,7 @@ from extproc.operator.coverage_rows import (
     ABSURD,
     COUNTED,
     DROPPED,
+    ENFORCES_ON_NONE,
     EVICTED,
     EXEMPT,
     PARTLY,
@@ -326,7 +327,7 @@ def _find_ramps(state: ServerState, places: Places) -> list[dict[str, Any]]:
             text = f"{policy}: {tell_share(percent, acting, callers)}"
             change = "raise enforce_percent, or set another ramp_seed"
             place = _write_place(places, policy, "enforce_percent")
-            found.append({**_describe(PROBLEM, "enforces_on_none", text, change), "place": place})
+            found.append({**_describe(PROBLEM, ENFORCES_ON_NONE, text, change), "place": place})
     return found
 
 

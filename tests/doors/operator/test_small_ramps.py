@@ -59,3 +59,13 @@ def test_policy_that_acts_on_none_of_few_callers_is_reported(capsys: pytest.Capt
     assert "enforce_percent" not in later
     (shown,) = json.loads(counted)["canaries"]
     assert shown["acts_on"] == {"percent": 5, "callers": 1, "of": 4, "text": "enforce_percent 5 acts on 1 of 4 callers"}
+
+
+def test_share_of_a_policy_that_is_no_canary_is_reported_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    """`canary status` has nothing to compare, and says why the policy does nothing."""
+    with stack(bundle(policy("strict", {"pathPrefix": "/"}, enforce_percent=PERCENT, limit_keys=KEYS))) as made:
+        for user in find_users(inside=False, count=3):
+            made.send("/a", headers={USER: user})
+        assert main(["canary", "status", "--admin", made.loopguard.admin_url]) == 1
+
+    assert "; strict: enforce_percent 5 acts on 0 of 3 callers, so it enforces nothing yet\n" in capsys.readouterr().err

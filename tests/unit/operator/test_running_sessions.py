@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from extproc.metrics import Metrics
 from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.run_report import explain_end
-from extproc.operator.admin.session_report import SessionPages, report_sessions
+from extproc.operator.admin.session_report import SessionPages, describe_session, report_sessions
 from extproc.operator.agents import MAX_SHOWN
 from extproc.operator.board import Board, View, unpack_all
 from extproc.operator.session_rows import SessionDocument, SessionRow, merge_sessions
@@ -21,6 +22,8 @@ from extproc.operator.session_table import SessionTable
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import LIMITS, Standing
 from extproc.store.rules.tree import TreeStanding
+from tests.support.service import make_service
+from tests.support.session_limits import ask, limited, turns
 
 TENANT, SESSION = "a" * 16, "5" * 16
 NOW = 1_000.0
@@ -160,3 +163,28 @@ def test_running_explosion_is_not_headed_refused() -> None:
 
     assert f"<h1>Session <code>{SESSION}</code>: 2 active agents</h1>" in page
     assert "goes on, although refused: max_agents, 9 of 8" in write_report(listed)[0]
+
+
+CLIENTS: dict[str, Callable[[str], dict[str, str]]] = {
+    "claude": lambda agent: {"x_claude_code_session_id": "root", **({"x_claude_code_agent_id": agent} if agent else {})},
+    "codex": lambda agent: {"session_id": "root", "thread_id": agent or "root"},
+    "opencode": lambda agent: {"x_session_id": agent, "x_parent_session_id": "root"} if agent else {"x_session_id": "root"},
+}
+"""Programs, and the headers in which they name an agent; the session itself has no name."""
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("limit", ["max_agents", "max_concurrent_agents", "max_spawns_per_minute"])
+def test_explosion_of_a_real_programs_agents_goes_on(client: str, limit: str) -> None:
+    """Agents that were let in work, whatever is refused around them; in shadow mode as well."""
+    for mode in ("enforce", "shadow"):
+        limits: dict[str, Any] = {limit: 2}
+        service = make_service(limited(mode, **limits))
+        for number, agent in enumerate(["", "a", "b", *[f"more {number}" for number in range(9)], "a", "more 1"]):
+            ask(service, turns(1, number=str(number)), session="", **CLIENTS[client](agent))
+        (row,) = SessionDocument.merge([service.reporter.sessions.make_document(shows_callers=False)], time.time()).rows
+
+        session = describe_session(row, shows_callers=False)
+
+        assert (session["ended"], session["exploding"], session["refused"]["limit"]) == (None, True, limit)
+        assert explain_end(row, time.time() + 61) == "refused"
