@@ -307,11 +307,14 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
 def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey) -> Target:
     """A caller by its values, of which a single secret is its name; secrets are replaced by their hashes, unless given so."""
     forms = [form for plan in plans for form in plan.callers.forms]
-    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for form in forms if form.secret for name in (form.descriptor, form.name))}
-    secrets -= {form.descriptor for form in forms if form.start}  # its values begin with the limit key
+    secrets = {CREDENTIAL, *SECRET_HEADERS, *[form.name for form in forms if form.secret]}
     known, shown = {name for plan in plans for name in plan.list_names()}, {}
-    for given, text in values.items():
-        name = given if given in known else given.rpartition(":")[2]  # of a limit key
+    for given, written in values.items():
+        name, text = given if given in known else given.rpartition(":")[2], written  # without the source of a limit key
+        for form in forms:
+            if form.start and form.descriptor == name and written.startswith(form.start):  # as `explain` prints a `first_of`
+                name, text = form.name, written[len(form.start) :]
+                break
         secret = name in secrets and not _HASH.fullmatch(text)
         shown[name] = key.hide(extract_secret(text, name)) if secret else text
     if len(shown) == 1 and secrets.issuperset(shown):
