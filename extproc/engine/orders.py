@@ -320,7 +320,7 @@ def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int
 
 def sum_raises(overrides: Sequence[ActiveOverride], rule: str) -> float:
     """By how much orders raise the limits of a rule, in its unit."""
-    return sum([override.amount for override in overrides if override.raises and override.budget == rule])
+    return sum([override.amount for override in overrides if override.raises and override.budget == rule], 0.0)
 
 
 def sum_tool_grants(overrides: Sequence[ActiveOverride]) -> dict[str, int]:

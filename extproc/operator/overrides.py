@@ -308,12 +308,18 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
 def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey) -> Target:
     """A caller by its values, of which a single secret is its name; secrets are replaced by their hashes, unless given so."""
     known = {name for plan in plans for name in plan.list_names()}
-    named = {name if name in known else name.rpartition(":")[2]: text for name, text in values.items()}  # or of a limit key
-    claims = {name for name in named if any(plan.is_told_apart_by(f"jwt:{name}") for plan in plans)}
     forms = [form for plan in plans for form in plan.callers.forms]
-    secrets = {CREDENTIAL, *(name for form in forms if form.secret for name in (form.descriptor, form.name))}
+    named: dict[str, str] = {}
+    for given, written in values.items():
+        name, text = given if given in known else given.rpartition(":")[2], written  # without the source of a limit key
+        for form in forms:
+            if form.start and form.descriptor == name and written.startswith(form.start):  # as `explain` prints a `first_of`
+                name, text = form.name, written[len(form.start) :]
+                break
+        named[name] = text
+    claims = {name for name in named if any(plan.is_told_apart_by(f"jwt:{name}") for plan in plans)}
+    secrets = {CREDENTIAL, *[form.name for form in forms if form.secret]}
     secrets |= {name for name in named if says_secret(name)} - claims
-    secrets -= {form.descriptor for form in forms if form.start}  # its values begin with the limit key
     shown = {name: _hide(text, name, key) if name in secrets else text for name, text in named.items()}
     if len(shown) == 1 and secrets.issuperset(shown):
         return Target(caller=next(iter(shown.values())))

@@ -53,6 +53,18 @@ class NameForm(NamedTuple):
     secret: bool
 
 
+class NamedValue(NamedTuple):
+    """A value that identifies a caller, by itself or with others; see `NameForm`."""
+
+    name: str
+    value: str
+    secret: bool
+
+    def hash(self) -> str:
+        """The name of a caller that has no other values, 16 hex digits."""
+        return self.value if self.secret else hash_tenant(join_descriptors([(self.name, self.value)]))
+
+
 class CallerNames:
     """The names of a policy's callers, or of a rule's.
 
@@ -112,18 +124,6 @@ class CallerNames:
 
 find_names: Final = lru_cache(_MOST_NAMES)(CallerNames)
 """The names of the callers that these descriptors tell apart; policies that have the same descriptors share them."""
-
-
-class NamedValue(NamedTuple):
-    """A value that identifies a caller, by itself or with others; see `NameForm`."""
-
-    name: str
-    value: str
-    secret: bool
-
-    def hash(self) -> str:
-        """The name of a caller that has no other values, 16 hex digits."""
-        return self.value if self.secret else hash_tenant(join_descriptors([(self.name, self.value)]))
 
 
 class Shown:

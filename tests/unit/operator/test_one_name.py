@@ -191,12 +191,25 @@ def test_a_secret_is_ordered_about_by_any_of_its_keys(keys: list[Any], caller: d
     assert send(one.services[0], authorization="Bearer other") == [200]
 
 
-@pytest.mark.parametrize("name", ["x-user-id", "header:x-user-id"])
-def test_a_value_of_alternatives_is_ordered_about_by_its_key(name: str) -> None:
+@pytest.mark.parametrize("secret", [KEY, HIDDEN], ids=["clear", "hash"])
+def test_a_secret_of_alternatives_is_ordered_about_as_explain_prints_it(secret: str) -> None:
+    """Only its keyed hash is kept, also of a secret in clear."""
+    one = Replicas(1, policy("loops", ANY, limit_keys=[ALTERNATIVES]))
+
+    assert give(one, kind="block", caller={"caller": f"credential:{secret}"})[0]["caller"] == HIDDEN
+    assert send(one.services[0]) == [429]
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [{"x-user-id": "ann"}, {"header:x-user-id": "ann"}, {"caller": "header:x-user-id:ann"}],
+    ids=["name", "key", "both"],
+)
+def test_a_value_of_alternatives_is_ordered_about_by_its_key(caller: dict[str, str]) -> None:
     """As explain prints the key; the prefix of `first_of` need not be written."""
     one = Replicas(1, policy("loops", ANY, limit_keys=[ALTERNATIVES]))
 
-    given, notes = give(one, kind="block", caller={name: "ann"})
+    given, notes = give(one, kind="block", caller=caller)
 
     assert (given["meets"], notes) == (("loops",), [])
     assert send(one.services[0], x_user_id="ann") == [429]
