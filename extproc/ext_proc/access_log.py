@@ -114,9 +114,12 @@ _FAILURE: Final = 500
 _LINES_PER_SECOND: Final = 1
 
 _MOST_OUTPUT: Final = 131_072
-"""Tokens. No text response has more, unless it has more bytes; larger ones hold images."""
+"""Tokens. No text response has more; larger ones hold images."""
 
-_MOST_PROMPT: Final = 2**21
+_MOST_TOLD: Final = 2**20
+"""Tokens that a response may report: several times _MOST_OUTPUT, for several answers at once, or its number of bytes."""
+
+_MOST_PROMPT: Final = 10_000_000
 """Tokens. No model's context is larger; a prompt of more bytes may have more, in a batch."""
 
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
@@ -471,7 +474,7 @@ class _FoundUsage:
 
     def __init__(self, logged: _Logged) -> None:
         told = read_counts(logged.told) or read_gateway_counts(logged.gateway)
-        most_prompt, most_output = max(_MOST_PROMPT, logged.request_bytes), max(_MOST_OUTPUT, logged.response_bytes)
+        most_prompt, most_output = max(_MOST_PROMPT, logged.request_bytes), max(_MOST_TOLD, logged.response_bytes)
         most = {name: most_output if name in _WRITTEN else most_prompt for name in told}
         self.absurd = len([name for name, count in told.items() if count > most[name]]) > 0
         told = {name: count for name, count in told.items() if 0 <= count <= most[name]}
