@@ -10,6 +10,7 @@ from extproc.cli.commands import add_policy_flag, load_policies
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.cli.envoy_config.snippet import find_unseen, render_snippet
+from extproc.logs import escape_controls
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
 
 HELP = "print an Envoy bootstrap that guards the policies' routes, or the parts for an existing one"
@@ -36,7 +37,10 @@ def run(given: argparse.Namespace) -> int:
     if not acting:
         sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")
     if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):
-        sys.stderr.write(f"warning: these policies select by routes that are not in --routes: {', '.join(unseen)}\n")
+        print(
+            escape_controls(f"warning: these policies select by routes that are not in --routes: {', '.join(unseen)}"),
+            file=sys.stderr,
+        )
     enforcing = [policy.id for policy in acting if policy.spec.mode == "enforce"]
     if chosen.shadow_mode == "partial" and enforcing and given.policy:
         sys.stderr.write(f"warning: these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow\n")
