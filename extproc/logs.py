@@ -75,7 +75,9 @@ class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         pairs = "".join(f" {name}={_quote(value)}" for name, value in getattr(record, "fields", {}).items())
         line = f"{_stamp(record)} {record.levelname.lower():7} {escape_controls(record.getMessage())}{pairs}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        return "\n".join([line, *map(escape_controls, self.formatException(record.exc_info).split("\n"))])
 
 
 class _Json(logging.Formatter):
@@ -83,7 +85,7 @@ class _Json(logging.Formatter):
         line = {"time": _stamp(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps({**line, **getattr(record, "fields", {})}, default=_list_parts)
+        return write_json({**line, **getattr(record, "fields", {})})
 
 
 def _list_parts(value: object) -> object:
@@ -98,9 +100,12 @@ def escape_controls(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def write_json(value: object, indent: int | None = None) -> str:
+    """A value as JSON of printable ASCII; `json` alone leaves DEL as it is."""
+    return json.dumps(value, indent=indent, default=_list_parts).replace("\x7f", "\\u007f")
+
+
 def _quote(value: object) -> str:
     """A value, quoted if it could be misread or break the line; what has parts, and what is no text, as JSON."""
-    if not isinstance(value, str):
-        return json.dumps(value, default=_list_parts)
-    plain = value and value.isprintable() and not any(mark in value for mark in ' "=')
-    return value if plain else json.dumps(value)
+    plain = isinstance(value, str) and value and value.isprintable() and not any(mark in value for mark in ' "=')
+    return str(value) if plain else write_json(value)

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"loopguard: {message}", file=sys.stderr)
+    print(escape_controls(f"loopguard: {message}"), file=sys.stderr)
     return code
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from extproc.cli.envoy_check.inspect import CheckReport
 from extproc.errors import UsageError
+from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.coverage import BY_DESIGN
 from extproc.operator.probes import PROBE_HEADER
@@ -247,12 +248,12 @@ def print_results(results: Sequence[Result], console: Console) -> None:
     for url, path in dict.fromkeys((result.url, result.path) for result in results):
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         for column in (f"{urlsplit(url)._replace(path=path).geturl()}", "status", "verdict", "why"):
-            table.add_column(Text(column), overflow="fold")
+            table.add_column(Text(escape_controls(column)), overflow="fold")
         own = [result for result in results if (result.url, result.path) == (url, path)]
         for result in own:
             style = {GUARDED: "green", UNGUARDED: "bold red"}.get(result.verdict, "")
             name, status = Text(result.request.name), str(result.answer.status or "-")
-            table.add_row(name, status, Text(result.verdict, style), Text(result.why))
+            table.add_row(name, status, Text(result.verdict, style), Text(escape_controls(result.why)))
         console.print(table)
         if not any(result.verdict == GUARDED for result in own):
             console.print("  Loopguard has decided none of these: check the path, and credentials (-H)")

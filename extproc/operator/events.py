@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol, TypeAlias
 
@@ -75,6 +76,7 @@ _GATHER_SECONDS = 0.5
 _FIRST_WAIT_SECONDS = 0.5
 _LONGEST_WAIT_SECONDS = 30.0
 _ANSWER_SECONDS = 10.0
+_MOST_ANSWERED = 2**16
 _LAST_SECONDS = 2.0
 """How long the process waits at its end for events to be sent."""
 
@@ -282,7 +284,11 @@ class _Webhook:
                     "webhook-timestamp": str(at),
                     "webhook-signature": sign(self._secret, identity, at, body),
                 }
-            answer = self._client.post(self._url, content=body, headers=headers)
+            with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
+                # A short reply is read to its end, so that the connection can be used again; only its status matters.
+                ends = time.monotonic() + _ANSWER_SECONDS
+                sizes = accumulate(map(len, answer.iter_raw()))
+                any(size > _MOST_ANSWERED or time.monotonic() > ends for size in sizes)
         except self._errors as error:
             raise UnreachableError(str(error) or type(error).__name__) from None
         if answer.status_code in _TRY_AGAIN or answer.status_code >= _SERVER_ERRORS:

@@ -74,7 +74,10 @@ _NESTING: Final = frozenset((dict, list))
 _MISSING: Final[Json] = object()
 
 
-NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
+NO_MESSAGES: Final = "no_messages"
+"""The reason for a body whose messages are in the form of no API."""
+
+NO_HISTORY: Final = frozenset({NO_MESSAGES, "no_history"})
 """Reasons that mean a body shows no conversation."""
 
 

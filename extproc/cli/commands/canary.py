@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import count
 from extproc.errors import LoopguardError
-from extproc.logs import escape_controls
+from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
 from extproc.operator.after_notes import write_after
 from extproc.operator.canary.report import describe_canaries
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
         raise LoopguardError("; ".join([f"{named} is compared with an enforcing one", hint, *_list_idle_shares(clients)]))
     if options.json:
-        print(json.dumps({"canaries": canaries}, indent=2))
+        print(write_json({"canaries": canaries}, indent=2))
     else:
         _print_canaries(canaries)
     return max(_CODES[canary["verdict"]] for canary in canaries)
@@ -126,7 +125,7 @@ def _print_canary(console: Console, canary: dict[str, Any]) -> None:
     console.print(escape_controls(about), end="", style="bold", soft_wrap=True)
     console.print(shown, style=f"bold {_COLORS[word]}", soft_wrap=True)
     for reason in canary["reasons"]:
-        console.print(f"  {reason}")
+        console.print(escape_controls(f"  {reason}"))
     console.print(f"  compared since {canary['since']}, by {count(canary['replicas'], 'replica')}")
     if canary["acts_on"] is not None:
         console.print(f"  {canary['acts_on']['text']}")
@@ -136,7 +135,7 @@ def _print_canary(console: Console, canary: dict[str, Any]) -> None:
     console.print(f"  new: loops {about}{new['loops']}, tenants {tenants}, sessions {about}{new['sessions']}")
     for who, arms in canary["after_notes"].items():
         for arm, counts in arms.items():
-            console.print(f"  {who}: {write_after(counts, noted=arm == 'noted')}")
+            console.print(escape_controls(f"  {who}: {write_after(counts, noted=arm == 'noted')}"))
     console.print(_make_counts(canary))
     if canary["disagreements"]:
         console.print(_make_disagreements(canary["disagreements"]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from extproc.cli.commands import load_policies
 from extproc.cli.envoy_check.findings import CODES
 from extproc.errors import UsageError
+from extproc.logs import write_json
 from extproc.operator.admin.client import open_clients
 
 HELP = "report what an Envoy configuration guards, and which settings would cause problems"
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         results = probe(options.probe, paths, clients, read_headers(options.header), options.probe_size)
     if options.json:
         found = make_json(report, source) if report is not None else {}
-        print(json.dumps({**found, **({"probes": [result.describe() for result in results]} if results else {})}, indent=2))
+        print(write_json({**found, **({"probes": [result.describe() for result in results]} if results else {})}, indent=2))
     else:
         console = Console(highlight=False, markup=False, file=sys.stdout)
         if report is not None:

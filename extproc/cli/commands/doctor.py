@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from extproc.logs import escape_controls
+from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
 
 HELP = "show which requests are not guarded, why, and what to change"
@@ -30,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     reports = _ask(open_clients(options.admin))
     if options.json:
-        print(json.dumps(reports, indent=2))
+        print(write_json(reports, indent=2))
     else:
         for report in reports:
             for line in write_report(report, named=len(reports) > 1):

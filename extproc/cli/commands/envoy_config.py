@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from extproc import options
-from extproc.cli.commands import add_policy_flag, load_policies
+from extproc.cli.commands import add_policy_flag, load_policies, print_warnings
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.cli.envoy_config.snippet import find_unseen, render_snippet
@@ -36,17 +36,17 @@ def run(given: argparse.Namespace) -> int:
     chosen = options.read_options(EnvoyOptions, vars(given))
     sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))
     if chosen.upstream is not None and chosen.upstream.port == _OTHER_HTTPS and not chosen.speaks_tls:
-        sys.stderr.write(f"warning: port {_OTHER_HTTPS} usually speaks TLS, and Envoy will not; add --upstream-tls\n")
+        print_warnings([f"port {_OTHER_HTTPS} usually speaks TLS, and Envoy will not; add --upstream-tls"])
     acting = policies.list_acting()
     if not acting:
-        sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")
+        print_warnings(["no policy has loop_detection enabled, so this guards nothing"])
     if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):
-        sys.stderr.write(f"warning: these policies select by routes that are not in --routes: {', '.join(unseen)}\n")
+        print_warnings([f"these policies select by routes that are not in --routes: {', '.join(unseen)}"])
     steering = policies.list_steering() if chosen.body_mode == "tolerant" or chosen.tolerant_routes else []
     if steering:
-        told = f"warning: on tolerant routes, notes of {', '.join(steering)} become warnings, which no model reads"
-        sys.stderr.write(f"{told}; --body-mode duplex has no limit either, and adds them\n")
+        told = f"on tolerant routes, notes of {', '.join(steering)} become warnings, which no model reads"
+        print_warnings([f"{told}; --body-mode duplex has no limit either, and adds them"])
     enforcing = [policy.id for policy in acting if policy.spec.mode == "enforce"]
     if chosen.shadow_mode == "partial" and enforcing and given.policy:
-        sys.stderr.write(f"warning: these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow\n")
+        print_warnings([f"these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow"])
     return 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from extproc import settings
 from extproc.errors import UsageError
+from extproc.logs import escape_controls
 from extproc.options import add_flags as add_options
 from extproc.options import option, read_options, require_together
 
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--address {error}, not {options.address!r}") from None
     status = ask_health(address, options.timeout, _make_credentials(tls), tls.tls_server_name)
     serving = status == "SERVING"
-    print(status.lower() if serving else status, file=sys.stdout if serving else sys.stderr)
+    print(status.lower() if serving else escape_controls(status), file=sys.stdout if serving else sys.stderr)
     return int(not serving)
 
 

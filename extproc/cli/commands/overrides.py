@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from extproc.cli.commands.ordering import add_asking_flags, make_headers
-from extproc.logs import escape_controls
+from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import open_clients
 
 HELP = "list or revoke the overrides of release, allow, block, kill and grant"
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         standing = client.ask("/overrides")["overrides"]
         if options.json:
-            print(json.dumps(standing, indent=2))
+            print(write_json(standing, indent=2))
         elif not standing:
             print("no overrides")
         for override in standing if not options.json else ():

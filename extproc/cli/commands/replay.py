@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from extproc.cli.commands import load_policies
 from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines
+from extproc.logs import escape_controls, write_json
 from extproc.request.hash_key import read_hash_key
 
 HELP = "show what policies would have done to recorded traffic"
@@ -44,10 +44,10 @@ def run(options: argparse.Namespace) -> int:
             report.add(entry, judge.judge(entry.recorded))
     document = report.make_document(logs, judge, options.top)
     if options.json:
-        print(json.dumps(document))
+        print(write_json(document))
     else:
         print_report(document)
     print_lines(logs, judge.evictions)
     for failure in document["failures"]:
-        print(f"warning: a detector failed: {failure}", file=sys.stderr)
+        print(escape_controls(f"warning: a detector failed: {failure}"), file=sys.stderr)
     return 1 if options.strict and logs.problems.harmful else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from extproc.cli.replay.command import COUNT, write_file
 from extproc.errors import LoopguardError, UsageError
-from extproc.logs import escape_controls
+from extproc.logs import escape_controls, write_json
 from extproc.options import make_type, parse_seconds
 
 HELP = "find loops in transcripts of agents on disk"
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None:
         write_file(options.html, render_scan(document))
     if options.json:
-        print(json.dumps(document))
+        print(write_json(document))
     elif document["conversations"]:
         print_scan(document)
         if options.limits:

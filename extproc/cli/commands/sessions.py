@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -12,7 +11,7 @@ from urllib.parse import quote
 from extproc.cli.commands import count, write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.engine.orders import GRANT
-from extproc.logs import escape_controls
+from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
 
 HELP = "show what sessions have used, or the report of one session"
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     params = {name: value for name, value in chosen.items() if value and not options.session}
     report = ask_all(open_clients(options.admin), path, params)
     if options.json:
-        print(json.dumps(report, indent=2))
+        print(write_json(report, indent=2))
         return 0
     for line in write_report(report):
         print(escape_controls(line))

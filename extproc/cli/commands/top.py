@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from extproc.cli.commands.sessions import write_report
 from extproc.cli.loop_screen import LoopScreen, list_commands
 from extproc.errors import UsageError
-from extproc.logs import escape_controls
+from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--interval must be a positive number of seconds, not {options.interval:g}")
     clients = open_clients(options.admin)
     if options.json:
-        print(json.dumps(_ask(clients, options), indent=2))
+        print(write_json(_ask(clients, options), indent=2))
         return 0
     console = Console()
     report = {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}

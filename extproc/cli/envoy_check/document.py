@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ import msgspec
 import yaml
 
 from extproc.errors import UsageError
+from extproc.operator.admin.client import read_bounded
 from extproc.policy.strict_json import write_pointer
 
 _TYPED_STRUCTS = (".udpa.type.v1.TypedStruct", ".xds.type.v3.TypedStruct")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s\Z")
 _MAX_VALUES = 1_000_000
 """A file with more values consists of aliases of aliases."""
+
+_PIECE = 2**16
+_MOST_DUMPED = 2**29
+"""Larger than the configuration of any mesh, in bytes."""
 
 _TIMEOUT = 10.0
 """Time for Envoy to answer, in seconds."""
@@ -196,7 +202,8 @@ def fetch_dump(url: str) -> ConfigPlace:
     address = f"{url.rstrip('/')}/config_dump"
     try:
         with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310  # http or https, checked above
-            return ConfigPlace(msgspec.json.decode(answer.read()))
-    except (OSError, msgspec.DecodeError) as error:
+            dump = read_bounded(iter(partial(answer.read1, _PIECE), b""), address, _MOST_DUMPED)
+            return ConfigPlace(msgspec.json.decode(dump))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise UsageError(f"--admin {url}: no Envoy answered with its configuration: {reason}") from None

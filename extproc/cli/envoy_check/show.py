@@ -12,6 +12,7 @@ from rich.text import Text
 from extproc.cli.envoy_check.findings import Finding
 from extproc.cli.envoy_check.inspect import CheckReport, RouteReport
 from extproc.cli.envoy_check.paths import describe_match
+from extproc.logs import escape_controls
 
 
 def make_json(report: CheckReport, source: str) -> dict[str, Any]:
@@ -64,10 +65,10 @@ def print_report(report: CheckReport, source: str, console: Console) -> None:
 def _make_route_table(listener: str, routes: Sequence[RouteReport]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for column in (f"routes of {listener}", "match", "guarded"):
-        table.add_column(Text(column), overflow="fold")
+        table.add_column(_write(column), overflow="fold")
     for item in routes:
         guarded = Text(", ".join(item.modes), "green") if item.modes else Text("no")
-        table.add_row(Text(item.route.name), Text(describe_match(item.route.match)), guarded)
+        table.add_row(_write(item.route.name), _write(describe_match(item.route.match)), guarded)
     return table
 
 
@@ -75,9 +76,17 @@ def _write_finding(finding: Finding, source: str) -> Iterator[Text]:
     line = finding.place.line
     where = f"{source}{f':{line}' if line else ''}: {finding.place.pointer or '/'}"
     yield Text.assemble(
-        "\n", (finding.code, "bold red" if finding.hurts else "bold yellow"), "" if finding.hurts else " (note)", f"  {where}"
+        "\n",
+        (finding.code, "bold red" if finding.hurts else "bold yellow"),
+        "" if finding.hurts else " (note)",
+        escape_controls(f"  {where}"),
     )
     told = f" (routes: {', '.join(finding.routes)})" if finding.routes else ""
-    yield Text(f"  {finding.problem}{told}")
+    yield _write(f"  {finding.problem}{told}")
     if finding.right:
-        yield Text(f"  right: {finding.right}")
+        yield _write(f"  right: {finding.right}")
+
+
+def _write(text: str) -> Text:
+    """Text of a configuration, in which nothing is markup and nothing controls the terminal."""
+    return Text(escape_controls(text))

@@ -150,4 +150,4 @@ def print_lines(logs: Logs, evictions: int) -> None:
         print(escape_controls(told), file=sys.stderr)
     if evictions:
         text = f"warning: {evictions:,} live fingerprints were dropped for lack of room, so counts may be too low"
-        print(f"{text}; raise --max-entries", file=sys.stderr)
+        print(escape_controls(f"{text}; raise --max-entries"), file=sys.stderr)

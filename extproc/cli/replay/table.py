@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from extproc.logs import escape_controls
 from extproc.operator.after_notes import write_after
 
 _WIDE = 200
@@ -75,12 +76,12 @@ def make_table(*columns: str) -> Table:
 
 
 def add_row(table: Table, *cells: object) -> None:
-    """Add a row; cells may contain anything from a log, but no markup."""
+    """Add a row; cells may contain anything from a log."""
     table.add_row(*[_write(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in cells])
 
 
 def _write(text: str) -> Text:
-    return Text(text)
+    return Text(escape_controls(text))
 
 
 def _tabulate_policies(policies: list[dict[str, Any]]) -> Table:

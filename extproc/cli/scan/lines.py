@@ -34,13 +34,14 @@ PROBLEMS: Final = {
     "foreign": "not a file of JSON",
     "unknown": "JSON, but not Claude Code, Codex, Gemini CLI, ATIF, OTLP, or requests to a model",
     "unknown_kind": "of an unknown kind: ignored",
+    "form": "messages in the form of no API: ignored",
     "no_conversation": "a request without a conversation: ignored",
     "failed": "cannot be read because of a mistake in Loopguard: please report it",
     "unread": "requests or calls that cannot be judged",
 }
 """What may be wrong with a line or a file, after `N lines: `."""
 
-HARMLESS: Final = frozenset({"foreign", "unknown_kind", "no_conversation", "unknown", "link"})
+HARMLESS: Final = frozenset({"foreign", "unknown_kind", "no_conversation", "unknown", "form", "link"})
 """Problems that are normal in folders that hold other files as well."""
 
 

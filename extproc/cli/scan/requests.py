@@ -35,7 +35,7 @@ from extproc.cli.scan.transcripts import (
 from extproc.detectors.chain import ChainPlace, ShownMessage, find_place, read_transcript
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.turn import digest
-from extproc.request.document import ABSENT, NO_HISTORY, Document, NotCounted
+from extproc.request.document import ABSENT, NO_HISTORY, NO_MESSAGES, Document, NotCounted
 from extproc.sessions.rates import Usage, estimate_tokens
 
 _MOST_OPEN = 2_000
@@ -110,7 +110,7 @@ class FollowedRequests:
         """
         unread = self._runs.find_unread(body)
         if unread in NO_HISTORY:
-            raise UnknownLineError(f"{unread}{_describe_messages(body)}", "unread")
+            raise UnknownLineError(unread, "unread")
         try:
             conversation = open_conversation(Document(body))
             speakers = conversation.list_speakers()
@@ -220,6 +220,7 @@ class Requests:
     kind = "requests"
 
     def __init__(self, runs: Runs) -> None:
+        self._runs = runs
         self._followed = FollowedRequests(runs)
 
     def read(self, data: bytes, place: ScannedPlace) -> bool:
@@ -239,7 +240,14 @@ class Requests:
         time = next((time for outer in everything for name in _TIMES if (time := read_time(_open(outer.get(name))))), 0)
         agent = _read_text(everything, _AGENTS)
         about = About(self.kind, "", name_folder(place.file), cut_name(agent))
-        self._followed.take(body, ModelCall(place, time, cut_name(model), usage, estimated), about)
+        try:
+            self._followed.take(body, ModelCall(place, time, cut_name(model), usage, estimated), about)
+        except UnknownLineError as unknown:
+            keys = _list_keys(body) if unknown.name == NO_MESSAGES else ""
+            if not keys:
+                raise
+            self._runs.pass_over(self.kind, unknown, place)
+            raise UnknownLineError(f"messages with {keys}", "form") from None
         return True
 
     def close(self) -> None:
@@ -294,15 +302,15 @@ def _shows_content(message: Message) -> bool:
     return any(part.kind != OTHER or part.value is not ABSENT for part in message.read_parts())
 
 
-def _describe_messages(body: bytes) -> str:
-    """The keys of the first message of a body whose messages are in the form of no API; empty if there is none."""
+def _list_keys(body: bytes) -> str:
+    """The keys of a body's first message, for people; empty if there is none."""
     try:
         values = _values.decode(body)
         listed = [_list.decode(values[key]) for key in _HEADS if bytes(values.get(key, b"")).startswith(b"[")]
         keys = [", ".join(sorted(_values.decode(messages[0]))[:_MOST_KEYS]) for messages in listed if messages]
     except BAD_JSON:
         return ""
-    return f": messages with {keys[0]}" if keys else ""
+    return keys[0] if keys else ""
 
 
 def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:

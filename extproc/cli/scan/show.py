@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from extproc.cli.commands import count
 from extproc.cli.replay.table import add_row, make_console, make_table, print_table
 from extproc.cli.scan.limits import PERCENTS
 from extproc.cli.scan.report import GROUPS
-from extproc.logs import escape_controls
+from extproc.logs import escape_controls, write_json
 
 _ROWS = 10
 _WIDTH = 30
@@ -36,12 +35,12 @@ def print_limits(limits: Mapping[str, Any]) -> None:
     for name, row in limits["took"].items():
         write = write_dollars if name == "dollars" else write_number
         cells = [row["of"], *[write(row[column]) for column in columns[1:]]]
-        add_row(table, escape_controls(name.replace("_", " ")), *cells)
+        add_row(table, name.replace("_", " "), *cells)
     print_table(make_console(), "What this share of the sessions took at most, with their sub-agents", table)
     if limits["session_limits"]:
         told = f"{limits['stopped']:,} of {count_many(limits['without_loop'], 'session')} without a loop"
         print(f"\nThese limits would have stopped {told}; each alone, at most 1%:\n")
-        print(json.dumps({"session_limits": limits["session_limits"]}, indent=2))
+        print(write_json({"session_limits": limits["session_limits"]}, indent=2))
 
 
 def print_scan(document: Mapping[str, Any]) -> None:
@@ -175,7 +174,7 @@ def _print_group(group: str, rows: Sequence[Mapping[str, Any]]) -> None:
         name = name if len(name) <= _WIDTH else f"…{name[1 - _WIDTH :]}"
         looped = row["loops"] if group == "tool" else f"{row['looped']:,} of {row['conversations']:,}"
         costs = [cell for after in ("after_note", "after_stop") for cell in (row[after]["calls"], _write_cost(row[after]))]
-        add_row(table, escape_controls(name), looped, *costs)
+        add_row(table, name, looped, *costs)
     print_table(make_console(), _TITLES[group], table)
 
 

@@ -6,16 +6,20 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Any, Final
 
 from extproc.errors import LoopguardError, UsageError
 from extproc.settings import ENV_PREFIX, find_unknown, parse_address
 
-if TYPE_CHECKING:
-    import httpx
-
 _SECONDS = 10.0
+_WHOLE_SECONDS = 60.0
+_MOST_BYTES = 64 * 2**20
+_MOST_SHOWN = 500
+_PLAIN: Final = {"accept-encoding": "identity"}
+"""A compressed reply has no bound until it is decompressed."""
+
 _DEFAULT = "http://127.0.0.1:9900"
 _FLAG = "--admin"
 _ADMIN, _SOCKET = f"{ENV_PREFIX}ADMIN", f"{ENV_PREFIX}ADMIN_SOCKET"
@@ -98,18 +102,25 @@ class AdminClient:
         import httpx  # noqa: PLC0415  # as above
 
         content = None if body is None else json.dumps(body)
-        sent = {**({} if body is None else {"content-type": "application/json"}), **(headers or {})}
+        sent = {**_PLAIN, **({} if body is None else {"content-type": "application/json"}), **(headers or {})}
+        where = f"{self.url}{path}"
         try:
-            answer = self._client.request(method, path, params=params, content=content, headers=sent)
+            with self._client.stream(method, path, params=params, content=content, headers=sent) as answer:
+                plain = answer.headers.get("content-encoding", "identity") == "identity"
+                reply = read_bounded(answer.iter_raw(), where) if plain else b""
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise LoopguardError(f"cannot ask {self.url}: {reason}; set {self._flag} to a running server") from None
-        if answer.is_error:
-            raise LoopguardError(f"{self.url}{path} answered {answer.status_code}: {_read_reason(answer)}")
         try:
-            return answer.json()
-        except ValueError:
-            raise LoopguardError(f"{self.url}{path} is not an admin endpoint of Loopguard") from None
+            found = json.loads(reply)
+        except (ValueError, RecursionError):
+            found = None
+        if answer.is_error:
+            told = found["error"] if isinstance(found, dict) and "error" in found else reply.decode(errors="replace").strip()
+            raise LoopguardError(f"{where} answered {answer.status_code}: {str(told)[:_MOST_SHOWN] or answer.reason_phrase}")
+        if not isinstance(found, dict):
+            raise LoopguardError(f"{where} is not an admin endpoint of Loopguard")
+        return found
 
     def close(self) -> None:
         """Close the connection."""
@@ -119,6 +130,9 @@ class AdminClient:
 def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
     """One report of all servers, with each table once; raises LoopguardError as `AdminClient.ask` does."""
     joined, *others = [client.ask(path, params=params) for client in clients]
+    for client, report in zip(clients, [joined, *others], strict=True):
+        if "replica" not in report:
+            raise LoopguardError(f"{client.url}{path} is not an admin endpoint of Loopguard")
     for report in others:
         if report["replica"] in joined["replicas"]:
             continue
@@ -132,9 +146,13 @@ def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]
     return dict(joined)
 
 
-def _read_reason(answer: httpx.Response) -> str:
-    """The error, in the server's words."""
-    try:
-        return str(answer.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text.strip()[:500] or answer.reason_phrase
+def read_bounded(pieces: Iterable[bytes], where: str, most: int = _MOST_BYTES) -> bytes:
+    """A reply in pieces, as a whole; raises LoopguardError if it has more bytes than `most`, or takes longer than a minute."""
+    ends = monotonic() + _WHOLE_SECONDS
+    reply = bytearray()
+    for piece in pieces:
+        reply += piece
+        if len(reply) > most or monotonic() > ends:
+            what = f"more than {most // 2**20} MiB" if len(reply) > most else f"for more than {_WHOLE_SECONDS:g} s"
+            raise LoopguardError(f"{where} sends {what}, as no admin port does")
+    return bytes(reply)

@@ -130,7 +130,7 @@ def test_what_was_not_understood_stands_beside_what_was(tmp_path: Path, capsys: 
     assert main(["scan", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[:3] == [
         "0 of 1 conversation looped.",
-        "1 call cannot be judged: requests: no_messages: messages with text, ts, type, user.",
+        "1 call cannot be judged: requests: no_messages.",
         "1 value was not understood: an object with conversations.",
     ]
 
