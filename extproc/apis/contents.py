@@ -64,8 +64,6 @@ def read_content(content: Raw) -> list[Part]:
     """
     if not is_given(content):
         return []
-    if len(content) > WORTH_COUNTING:
-        check_containers(bytes(content))
     try:
         blocks = decode_json(content, _decode_content)
     except ValidationError:
@@ -210,8 +208,6 @@ def unpack(value: Json) -> Json:
     """
     if type(value) is not Raw:
         return value
-    if len(value) > WORTH_COUNTING:
-        check_containers(bytes(value))
     return None if value is ABSENT else decode_json(value)
 
 
