@@ -64,8 +64,6 @@ def read_content(content: Raw) -> list[Part]:
     """
     if not is_given(content):
         return []
-    if len(content) > WORTH_COUNTING:
-        check_containers(bytes(content))
     try:
         blocks = decode_json(content, _decode_content)
     except ValidationError:
@@ -150,7 +148,7 @@ def read_arguments(value: Json) -> Json:
     Raises:
         NotCounted: they cannot be read, or are too large.
     """
-    value = unpack(value)
+    value = open_value(value)
     if not isinstance(value, str):
         return value
     if len(value) > WORTH_COUNTING:
@@ -163,7 +161,7 @@ def read_arguments(value: Json) -> Json:
 
 def read_result(value: Json) -> str:
     """A tool's result as text: texts are joined, other values are in canonical spelling."""
-    value = unpack(value)
+    value = open_value(value)
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, list):
@@ -202,26 +200,13 @@ def name_other(value: Json) -> bytes:
     return b"%d-%08x%08x" % (sums.length, sums.crc32, sums.adler32)
 
 
-def unpack(value: Json) -> Json:
-    """Decode a raw value; return any other value unchanged.
-
-    Raises:
-        NotCounted: it is not JSON, or too large.
-    """
-    if type(value) is not Raw:
-        return value
-    if len(value) > WORTH_COUNTING:
-        check_containers(bytes(value))
-    return None if value is ABSENT else decode_json(value)
-
-
 def list_texts(parts: list[Part]) -> list[str]:
     """The texts among the parts of a message.
 
     Raises:
         NotCounted: one of them cannot be read.
     """
-    texts = [unpack(part.value) for part in parts if part.kind == TEXT]
+    texts = [open_value(part.value) for part in parts if part.kind == TEXT]
     return [text for text in texts if isinstance(text, str)]
 
 

@@ -21,7 +21,6 @@ from extproc.request.document import (
     Document,
     Json,
     NotCounted,
-    check_containers,
     check_members,
     decode_json,
     open_value,
@@ -271,7 +270,6 @@ def _without_metadata(part: Json) -> Json:
 
 
 def _open_bounded(value: msgspec.Raw) -> Json:
-    check_containers(bytes(value))
     check_members(bytes(value))
     return open_value(value)
 

@@ -7,10 +7,10 @@ from typing import Final
 
 from msgspec import Raw, defstruct, json
 
-from extproc.apis.contents import read_string, unpack
+from extproc.apis.contents import read_string
 from extproc.apis.conversation import TOOL_KEYS, Conversation
 from extproc.apis.messages import TEXT, Part
-from extproc.request.document import ABSENT, MAX_STEPS, walk, write_canonical
+from extproc.request.document import ABSENT, MAX_STEPS, open_value, walk, write_canonical
 
 CHARACTERS_PER_TOKEN: Final = 4
 IMAGE_TOKENS: Final = 250
@@ -77,7 +77,7 @@ def _count_instructions(data: bytes) -> int:
 
 def _count_part(part: Part) -> int:
     if part.kind == TEXT:
-        text = unpack(part.value)
+        text = open_value(part.value)
         return len(text) if isinstance(text, str) else 0
     return len(part.name) + _count_value(part.value)
 
@@ -86,7 +86,7 @@ def _count_value(value: object, depth: int = 0) -> int:
     if isinstance(value, Raw):
         if value is ABSENT or len(value) > _MOST:
             return len(value)
-        value = unpack(value)
+        value = open_value(value)
     if isinstance(value, str):
         return len(value)
     if depth < _DEEPEST and isinstance(value, list):

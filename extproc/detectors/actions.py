@@ -11,13 +11,13 @@ import json
 import re
 from typing import Final
 
-from extproc.apis.contents import list_texts, read_arguments, unpack
+from extproc.apis.contents import list_texts, read_arguments
 from extproc.apis.messages import CALL, TEXT, Part
 from extproc.bounded import Memo
 from extproc.detectors.alike import fold
 from extproc.detectors.arguments import is_for_thinking, reduce_arguments, tidy_command
 from extproc.request.clients import FAILED_CALL
-from extproc.request.document import INSPECTION, Json, NotJson, decode_json, write_canonical
+from extproc.request.document import INSPECTION, Json, NotJson, decode_json, open_value, write_canonical
 
 MAX_NAME: Final = 256
 """Longer names of tools and commands are cut to this many characters."""
@@ -117,7 +117,7 @@ def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
     calls = [part for part in parts if part.kind == CALL]
     if calls:
         return _read_calls(calls, ignored)
-    others = [write_canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
+    others = [write_canonical(open_value(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join(list_texts(parts)), ignored)
     size = len(spelled) - spelled.find(_SEPARATOR) - 1  # without the kind of action at its start
     return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, b"", size)

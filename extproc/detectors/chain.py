@@ -22,13 +22,13 @@ from zlib import crc32
 from msgspec import json
 
 from extproc.apis import open_conversation
-from extproc.apis.contents import read_arguments, unpack
+from extproc.apis.contents import read_arguments
 from extproc.apis.conversation import ASSISTANT, USER, Conversation, Shape
 from extproc.apis.messages import CALL, REFERENCE, RESULT, TEXT, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import cut_thinking
 from extproc.detectors.turn import digest
-from extproc.request.document import INSPECTION, Document, NotCounted, walk, write_canonical
+from extproc.request.document import INSPECTION, Document, NotCounted, open_value, walk, write_canonical
 
 CALL_DIGEST: Final = 6
 TOOL_DIGEST: Final = 4
@@ -221,7 +221,7 @@ def spell(part: Part) -> bytes:
         return part.name.encode() + _SEPARATOR + write_canonical(read_arguments(part.value))
     if part.kind == RESULT:
         return _SEPARATOR + _SEPARATOR + part.id.encode()
-    value = unpack(part.value)
+    value = open_value(part.value)
     return cut_thinking(value).strip().encode() if isinstance(value, str) else write_canonical(value)
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import ClassVar, Final
 
 from extproc.apis import open_conversation
-from extproc.apis.contents import name_other, read_arguments, read_result, unpack
+from extproc.apis.contents import name_other, read_arguments, read_result
 from extproc.apis.conversation import USER, Message
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.detectors.alike import fold
@@ -21,7 +21,7 @@ from extproc.detectors.base import Similarity
 from extproc.detectors.keys import SimilarityKeys, TailKeys
 from extproc.detectors.turn import digest_images
 from extproc.objects import JsonObject
-from extproc.request.document import ABSENT, Document, NotCounted, write_canonical
+from extproc.request.document import ABSENT, Document, NotCounted, open_value, write_canonical
 
 # Separators that UTF-8 never contains, so that different parts never join to equal bytes.
 _NEXT_PART: Final = b"\xff"
@@ -76,7 +76,7 @@ def _write_message(message: Message, document: Document, unasked: dict[str, int]
         elif kind == RESULT:
             unasked[part.id] = unasked.get(part.id, 0) + 1  # ids need not be unique
             fields += (b"error" if part.failed else b"result", fold(read_result(value)))
-        elif kind == TEXT and isinstance(value := unpack(value), str):
+        elif kind == TEXT and isinstance(value := open_value(value), str):
             text = fold(value)
             fields += (b"text", text) if text else ()
         else:

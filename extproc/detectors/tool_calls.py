@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 from msgspec import Raw
 
 from extproc.apis import open_conversation
-from extproc.apis.contents import is_injected, read_arguments, read_result, unpack
+from extproc.apis.contents import is_injected, read_arguments, read_result
 from extproc.apis.conversation import ASSISTANT, OTHER_ROLE, TOOL, Message
 from extproc.apis.messages import CALL, RESULT, TEXT, Part
 from extproc.decision import Repeat
@@ -26,7 +26,7 @@ from extproc.detectors.loops import MIN_CYCLE, Newest
 from extproc.detectors.tools import Limit, count_rounds
 from extproc.detectors.turn import digest_images
 from extproc.objects import JsonObject, Place
-from extproc.request.document import ABSENT, Document, NotCounted, write_canonical
+from extproc.request.document import ABSENT, Document, NotCounted, open_value, write_canonical
 from extproc.request.quoting import quote_all
 
 NO_CALLS: Final = "no calls that count: none since the user's last message, or only of tools that are allowed"
@@ -308,7 +308,7 @@ def _is_said(speaker: str, parts: list[Part]) -> bool:
     if speaker in _NOT_SAID:
         return False
     for part in parts:
-        text = unpack(part.value) if part.kind == TEXT else None
+        text = open_value(part.value) if part.kind == TEXT else None
         if part.kind != RESULT and not (isinstance(text, str) and is_injected(text.strip())):
             return True
     return not parts

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from msgspec import Raw, json
 
 from extproc.apis import find_hints
-from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result, unpack
+from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result
 from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, KnownMessages, Message
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.bounded import Memo
@@ -29,7 +29,7 @@ from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.looks import look_for
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
-from extproc.request.document import ABSENT, INSPECTION, MAX_STEPS, STEP, Document, write_canonical
+from extproc.request.document import ABSENT, INSPECTION, MAX_STEPS, STEP, Document, open_value, write_canonical
 
 _NEXT: Final = "\x1e"  # a record separator (ASCII), which texts rarely contain
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
@@ -482,7 +482,7 @@ class Turn:
             _ = self.result  # for which the messages that are read here may have been counted
         behind = self._list_behind()
         parts = behind[-1].read_parts() if behind else []
-        text = unpack(parts[0].value) if parts and parts[0].kind == TEXT else ""
+        text = open_value(parts[0].value) if parts and parts[0].kind == TEXT else ""
         return read_failed_call(text) if isinstance(text, str) else None
 
     def may_do_as(self, other: Turn) -> bool:
@@ -1038,7 +1038,7 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
     if part.kind == OTHER and part.value is ABSENT:
         whole = ABSENT if part.name else message.find_whole(document)
         return part.name if whole is ABSENT else write_canonical(whole).decode()
-    value = unpack(part.value)
+    value = open_value(part.value)
     if part.kind == TEXT:
         return value.strip() if isinstance(value, str) else ""
     return write_canonical(value).decode()

@@ -9,6 +9,8 @@ from statistics import median
 from time import thread_time
 from typing import Any
 
+from extproc.apis import conversation
+from extproc.detectors import actions, chain
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.request.notes import CLOSING, END, OPENING
@@ -188,14 +190,26 @@ def _measure_reader(name: str, spec: Mapping[str, object], *, quick: bool) -> Ro
     for number, (body_name, body) in enumerate(bodies.items(), 1):
         progress(f"hostile: {name}: {body_name}", number, len(bodies))
         messages = [samples.headers_message(length=len(body)), samples.body_message(body)]
-        times = [_send(samples.service(samples.engine([policy])), messages) for _ in range(2 if quick else 4)]
-        if median(times) > longest:
-            longest, worst = median(times), body_name
+        shortest = min([_send_as_new(policy, messages) for _ in range(2 if quick else 4)])
+        if shortest > longest:
+            longest, worst = shortest, body_name
     return Row(f"worst for {name}: {worst}", longest, "ms", _READER_LIMIT_MS)
+
+
+def _send_as_new(policy: dict[str, Any], messages: Sequence[bytes]) -> float:
+    """As if nothing like it had come before: a client can send other messages each time."""
+    for memo in (actions._KNOWN, chain._KNOWN, conversation._KNOWN):
+        memo._young.clear()
+        memo._old.clear()
+    return _send(samples.service(samples.engine([policy])), messages)
 
 
 def _ask(content: bytes) -> bytes:
     return b'{"messages":[{"role":"user","content":%b}]}' % content
+
+
+def _hold(messages: str) -> bytes:
+    return f'{{"messages":[{messages}]}}'.encode()
 
 
 def _texts() -> Mapping[str, bytes]:
@@ -206,6 +220,15 @@ def _texts() -> Mapping[str, bytes]:
         '{"type":"function_call","call_id":"%d","name":"f","arguments":"{}"},'
         '{"type":"function_call_output","call_id":"%d","output":"' + "b " * 100 + '"}'
     )
+    call = '{"id":"c%d","function":{"name":"f%d","arguments":"[%s]"}}'
+    acted = '{"role":"assistant","tool_calls":[%s]},{"role":"tool","tool_call_id":"c0","content":"x"}'
+    item = '{"type":"function_call","call_id":"c%d","name":"f","arguments":"{\\"q\\":%d,\\"w\\":\\"%s\\"}"}'
+    pair = (
+        '{"role":"assistant","tool_calls":[{"id":"c%d","function":{"name":"f","arguments":"{\\"q\\":%d}"}}]},'
+        '{"role":"tool","tool_call_id":"c%d","content":"at 12:34:56 %08x %s"}'
+    )
+    block = json.dumps({"type": "a", **{key: [] for key in "bcdefghijklmnopqrstu"}}, separators=(",", ":"))
+    objects = ",".join(['{"b":0,"a":1}'] * 74_000)
     result = '[{"type":"tool_result","tool_use_id":"c","content":[%s]}]'
     return {
         "1 MB body, texts of the system": f'{{"system":[{texts}],"messages":[{user % "1"}]}}'.encode(),
@@ -214,6 +237,19 @@ def _texts() -> Mapping[str, bytes]:
         "1 MB body, calls and results": b'{"input":[%b]}' % ",".join([items % (n, n) for n in range(2_400)]).encode(),
         "1 MB body, clocks": _ask(b'"%b"' % (b"12:34:56 " * 110_000)),
         "1 MB body, long numbers with fractions": _ask(b"[%b]" % ",".join([f"1.{n:090d}" for n in range(10_000)]).encode()),
+        "1 MB body, calls with 60 numbers each": _hold(
+            acted % ",".join([call % (n, n, ",".join(["1"] * 60)) for n in range(5_800)])
+        ),
+        "1 MB body, calls at once": b'{"input":[%b]}' % ",".join([item % (n, n, "x" * 100) for n in range(5_000)]).encode(),
+        "1 MB body, calls one after the other": _hold(",".join([pair % (n, n, n, n * 7_919, "b " * 90) for n in range(2_450)])),
+        "1 MB body, objects in arguments": _hold(acted % call % (0, 0, objects[: 14 * 57_000 - 1].replace('"', '\\"'))),
+        "1 MB body, objects in a call": (
+            b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"f","arguments":[%b]}}' % objects.encode()
+        ),
+        "1 MB body, blocks of 21 members": _ask(b"[%b]" % ",".join([block] * 6_800).encode()),
+        "1 MB body, a block of many members": _ask(
+            b"[{%b}]" % ",".join([f'"{number * 7_919 % 99_991:06d}":0' for number in range(90_000)]).encode()
+        ),
         "1 MB body, texts like keys": f'{{"messages":[{user % "[%s]"}]}}'.encode() % b",".join([b'"system"'] * 100_000),
     }
 

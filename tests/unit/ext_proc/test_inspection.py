@@ -67,7 +67,7 @@ def _write_parts(count: int) -> bytes:
 
 
 def _write_blocks(count: int) -> bytes:
-    block: dict[str, object] = {f"{number}": {} for number in range(20)}
+    block: dict[str, dict[str, str]] = {f"{number}": {} for number in range(20)}
     return json.dumps({"messages": [{"role": "user", "content": [block] * (count // 5)}]}).encode()
 
 
