@@ -18,7 +18,8 @@ EXAMPLES = f"""examples:
   istioctl proxy-config all POD -o json | loopguard check-envoy --json /dev/stdin
   loopguard check-envoy --policy policies/ --probe https://gateway.example -H "authorization: Bearer $KEY"
 
-exit code: 0 good (notes are not findings), 1 findings or unguarded requests, 2 the configuration cannot be read
+exit code: 0 good (neither notes nor what is not judged are findings), 1 findings or unguarded requests, 2 the configuration
+cannot be read
 
 findings:
 {chr(10).join(f"  {code:<17}{meaning}" for code, meaning in CODES.items())}"""

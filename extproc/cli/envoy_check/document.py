@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import urllib.error
 import urllib.request
@@ -101,10 +100,6 @@ class ConfigPlace:
     def text(self, default: str = "") -> str:
         """A string, or the name of an enum's value."""
         return self.value if isinstance(self.value, str) else default
-
-    def value_text(self) -> str:
-        """The value as JSON, to compare it with others."""
-        return json.dumps(self.value, sort_keys=True)
 
     def number(self, default: float) -> float:
         """A number; in JSON, it may be a string, or be wrapped in a message."""

@@ -25,6 +25,7 @@ CODES = {
     "filter-order": "The filter is behind the router.",
     "forged-marks": "Clients can send headers that only Loopguard should set.",
     "health-checks": "Envoy keeps calling a Loopguard that drains or hangs.",
+    "host-port": "A client that adds a port to the host takes an unguarded virtual host.",
     "http2": "The cluster does not use HTTP/2, which gRPC needs.",
     "http2-window": "As `buffer-limit`, for HTTP/2 and HTTP/3: the limit is the stream's window.",
     "idle-timeout": "A throttled request ends because its stream is idle.",

@@ -12,6 +12,7 @@ from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.needs import Needs
 from extproc.cli.envoy_check.paths import describe_match, list_methods
 from extproc.cli.envoy_check.selectors import find_taken, name_clusters, share_upstream
+from extproc.policy.bundle import Selector
 
 _SNIPPET = "what `loopguard envoy-config --snippet` prints"
 
@@ -174,6 +175,23 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
             problem = f"policy {identity} selects requests on this route, but Envoy does not ask Loopguard about them"
             place = route.place.get("typed_per_filter_config").entry(guards[0].filter.name)
             yield Finding("unguarded", place, problem, "an ExtProcPerRoute in a FilterConfig", [route.name])
+        yield from _check_ports(manager, identity, selector, guarded)
+
+
+def _check_ports(manager: Manager, identity: str, selector: Selector, guarded: set[str]) -> Iterator[Finding]:
+    """With a port in the host, a request may take another virtual host; for policies, it is the same host."""
+    strips = any(manager.place.get(name).flag() for name in ("strip_any_host_port", "strip_matching_host_port"))
+    routes = [route for route in manager.routes if not route.around[1].get("ignore_port_in_host_matching").flag()]
+    if strips or selector.hosts is None:
+        return
+    usual = {route.place.pointer for route, _ in find_taken(routes, selector)}
+    for route, _ in find_taken(routes, selector, port=":1"):
+        if route.place.pointer not in usual | guarded and not route.is_answered_here:
+            problem = (
+                f"a client that adds a port to a host of policy {identity}, such as {selector.hosts[0]}:1, takes this route"
+            )
+            place = route.around[1].get("ignore_port_in_host_matching")
+            yield Finding("host-port", place, problem, "ignore_port_in_host_matching: true", [route.name])
 
 
 def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: Sequence[Guard]) -> Finding:

@@ -51,7 +51,7 @@ class PathPattern:
     Attributes:
         rest: None for an expression that is not understood.
         folds: the case of letters is ignored.
-        never: it takes no request, such as one with a body that is not CONNECT.
+        never: it takes no request that has a path, only CONNECT.
     """
 
     literal: str

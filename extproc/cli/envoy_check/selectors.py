@@ -15,14 +15,14 @@ _LATE = ("cluster_header", "cluster_specifier_plugin", "inline_cluster_specifier
 """What chooses a cluster for each request."""
 
 
-def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Taken]:
+def find_taken(routes: Sequence[Route], selector: Selector, *, port: str = "") -> Iterator[Taken]:
     """The routes, in Envoy's order, that may get a request which the selector matches.
 
     Headers and queries in a route's match are ignored: such a route takes some requests of its paths, and leaves the others to
-    the next route.
+    the next route. `port` is one that clients add to the selector's hosts, such as `:1`.
     """
     if selector.hosts is not None:
-        serving = _find_hosts(routes, selector.hosts)
+        serving = _find_hosts(routes, [f"{normalize_host(host)}{port}" for host in selector.hosts])
         routes = [route for route in routes if route.around[0].pointer in serving]
     if selector.routes:
         yield from ((route, None) for route in routes if route.name in selector.routes)
@@ -38,7 +38,7 @@ def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
     """Pointers of the virtual hosts that serve these hosts: by name, else by a wildcard, else the one for all others."""
     domains = {route.around[0].pointer: route.around[0].get("domains").names() for route in routes}
     found: set[str] = set()
-    for host in map(normalize_host, hosts):
+    for host in hosts:
         ranks = {pointer: max([0, *(_rank(domain, host) for domain in listed)]) for pointer, listed in domains.items()}
         found |= {pointer for pointer, rank in ranks.items() if rank and rank == max(ranks.values())}
     return found
@@ -47,7 +47,7 @@ def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
 def _rank(domain: str, host: str) -> int:
     """How closely a domain matches a host: 3 by name, 2 by a wildcard, 1 by `*`, 0 not at all."""
     inside = domain.strip("*")
-    if normalize_host(domain) == host:
+    if host in (domain, normalize_host(domain)):
         return 3
     if not inside or inside == domain:
         return int(domain == "*")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.check_envoy import Json, find, report
+from tests.support.check_envoy import MANAGER, Json, find, report
 from tests.support.documents import bundle, policy
 from tests.support.envoy_config import verdict
 from tests.support.harness import envoy_version, stack
@@ -59,6 +59,27 @@ DETOURS: Mapping[str, tuple[Callable[[Json], Json], str, dict[str, str], str]] =
     "alias by root": (shift({"prefix": "/alias/"}, {"prefix_rewrite": "/"}), "/alias/chat/x", {}, "alias"),
     "alias by template": (shift(templated("/alias/{x=**}"), by_template("/chat/{x}")), "/alias/x", {}, "alias"),
 }
+
+
+def test_a_port_in_the_host_that_passes_loopguard_is_told() -> None:
+    """Envoy takes the virtual host for all others, which is not guarded."""
+    policies = bundle(policy("chat", {"pathPrefix": "/chat", "hosts": ["api.example"]}, limit_keys=["header:x-user-id"]))
+    seen: list[Json] = []
+
+    def change(text: str) -> str:
+        document = yaml.safe_load(text)
+        hosts = find(document, f"{MANAGER}/route_config/virtual_hosts")
+        hosts[0]["domains"] = ["api.example"]
+        hosts.append({"name": "rest", "domains": ["*"], "routes": [{**hosts[0]["routes"][1], "name": "open"}]})
+        seen.append(document)
+        return json.dumps(document)
+
+    with stack(policies, edit=change) as running:
+        answers = [running.send("/chat/x", headers={**USER, "host": f"api.example{port}"}).status for port in ("", ":1")]
+        asked = running.loopguard.metric("requests_total")
+
+    assert (answers, asked) == ([200, 200], 1)
+    assert [finding.code for finding in report(seen[0], policies).findings] == ["host-port"]
 
 
 @pytest.mark.parametrize("name", DETOURS)

@@ -392,3 +392,19 @@ def test_token_rules_of_unknown_form_are_named() -> None:
     assert told(unknown) == [("not-judged", False)]
     assert told(unknown, {"match": {"prefix": "/"}, "requires": {"provider_name": "idp"}}) == []
     assert told({"match": {"safe_regex": {"regex": "/other/\\pL+"}}, "requires": {}}) == [("jwt", True)]
+
+
+def test_a_port_in_the_host_must_lead_to_the_same_routes() -> None:
+    """A policy's hosts are without ports; Envoy's domains are not, unless it ignores them."""
+    policies = bundle(policy("p", {"pathPrefix": "/chat", "hosts": ["api.example"]}, limit_keys=["header:x"]))
+    document = good()
+    hosts = find(document, f"{MANAGER}/route_config/virtual_hosts")
+    hosts[0]["domains"] = ["api.example"]
+    hosts.append({"name": "rest", "domains": ["*"], "routes": [{**hosts[0]["routes"][1], "name": "open"}]})
+    ignoring, named, closed = copy.deepcopy(document), copy.deepcopy(document), copy.deepcopy(document)
+    find(ignoring, f"{MANAGER}/route_config")["ignore_port_in_host_matching"] = True
+    find(named, f"{MANAGER}/route_config/virtual_hosts/0")["domains"] = ["api.example", "api.example:*"]
+    find(closed, f"{MANAGER}/route_config/virtual_hosts").pop()
+
+    assert codes(document, policies) == [("host-port", True)]
+    assert codes(ignoring, policies) == codes(named, policies) == codes(closed, policies) == []
