@@ -170,7 +170,8 @@ class OverrideService:
         _announce("override given", override, who)
         self.emit(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
-        return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen)]
+        missed = remark_on_missed(override, plans) if seen is not None else ()
+        return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen), *missed]
 
     async def _credit(self, grant: ActiveOverride, who: str) -> tuple[ActiveOverride, list[str]]:
         """Add to the budgets that a grant is about, once; see `give`."""
@@ -583,6 +584,18 @@ def find_met(override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[s
         if fits:
             met.append(plan.id)
     return list(dict.fromkeys(met))
+
+
+def remark_on_missed(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
+    """The remark if an order about a caller's hash alone meets only some of the policies that it is for."""
+    limits_alone = _tell_scope(override)[1]
+    meant = [plan.id for plan in plans if override.policy in ("", plan.id) and (plan.limiter is not None or not limits_alone)]
+    missed = [policy for policy in dict.fromkeys(meant) if policy not in override.meets]
+    if missed and override.meets and override.target == Target(override.target.caller):
+        yield (
+            f"this meets {', '.join(override.meets[:_SHOWN])}, and not {', '.join(missed[:_SHOWN])}, which had no request of"
+            " this caller in the last hour, or know it by another name"
+        )
 
 
 def _looks_at_tools(plan: Plan) -> bool:

@@ -66,8 +66,6 @@ def give(kind: str, options: argparse.Namespace, **more: object) -> int:
         given = client.ask("/overrides", method="POST", body=order, headers=headers)
         for note in given.get("notes", []):
             print(escape_controls(f"note: {note}"), file=sys.stderr)
-        if met := given.get("meets"):
-            print(escape_controls(f"note: this meets {', '.join(met)}"), file=sys.stderr)
         print(escape_controls(f"{kind} {given['override']} until {given['ends']}"))
     return 0
 
