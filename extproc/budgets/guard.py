@@ -193,8 +193,7 @@ class BudgetRule:
             self._compile_llm(TokenBucketLlm.model_validate(rule.algorithm_config))
         for limit in self.limits:
             limit.set_flat(self.cost.find_flat(limit.units))
-        asked = rule.usage or rule.algorithm_config.get("usage")
-        self.asks_usage = asked is not None and self.cost.measured not in ("", INPUT)
+        self.asks_usage = rule.algorithm_config.get("usage") is not None and self.cost.measured not in ("", INPUT)
 
     def _compile_cost(self, config: CostBased) -> None:
         rates = make_rates(config.prices, config.unknown_model) if config.cost_key == DOLLARS else None

@@ -150,7 +150,8 @@ class CostBased(JsonObject):
         staged_actions: what happens from which share of the budget on; the last one rejects at 100.
         prices: prices of models for `usage:dollars`, as in `session_limits`.
         unknown_model: price of other models for `usage:dollars`, as in `session_limits`.
-        usage: the rule's `usage` again; may be omitted.
+        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise they pay for
+            their size, four bytes a token. Clients get one more event.
     """
 
     algorithm: Literal["cost_based"] | None = None
@@ -179,7 +180,8 @@ class TokenBucketLlm(JsonObject):
         default_max_completion: tokens reserved for an answer if the request sets no maximum.
         default_max_completion_tokens: ignored; `default_max_completion` is meant.
         token_source: how the tokens of a prompt are estimated.
-        usage: the rule's `usage` again; may be omitted.
+        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise they pay for
+            their size, four bytes a token. Clients get one more event.
     """
 
     algorithm: Literal["token_bucket_llm"] | None = None
@@ -214,8 +216,6 @@ class Rule(JsonObject):
         algorithm_config: the keys of the algorithm.
         reject_status: status of a refusal; `auto`: 429 if waiting helps, else 400.
         match: limit keys outside the body, and the value that each must have; all must be equal for the rule to apply.
-        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise they pay for
-            their size, four bytes a token. Clients get one more event.
     """
 
     name: RuleName
@@ -224,7 +224,6 @@ class Rule(JsonObject):
     algorithm_config: dict[str, Any]
     reject_status: Status = AUTO
     match: dict[MatchKey, MatchValue] | None = None
-    usage: Asked | None = None
 
     def needs_answers(self) -> bool:
         """Whether what a request costs is known only after the response."""

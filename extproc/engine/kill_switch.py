@@ -12,7 +12,7 @@ from typing import NamedTuple
 from extproc.objects import copy_text
 from extproc.policy.bundle import KillSwitch
 from extproc.policy.loader import Source
-from extproc.request.fingerprint import is_too_long
+from extproc.request.fingerprint import drop_parameters, is_too_long
 from extproc.request.http import Descriptor, HttpRequest, compile_plainly
 from extproc.request.secrets import extract_secret
 
@@ -83,7 +83,7 @@ class KillSwitches:
             value = _leave_out_scheme(descriptor.key, _read(descriptor, request))
             if not value:
                 continue
-            for route in (_ANY_ROUTE, request.path):
+            for route in dict.fromkeys((_ANY_ROUTE, request.path, drop_parameters(request.path))):
                 for number, switch in self._switches.get((descriptor.key, value, route), ()):
                     if switch.begins <= now < switch.ends and (found is None or number < first):
                         found, first = switch, number

@@ -18,18 +18,18 @@ ANSWERED = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy read
 CHAT = "/v1/chat/completions"
 
 
-def make_policy(identity: str, rule: dict[str, Any] | None = None, **config: object) -> dict[str, Any]:
+def make_policy(identity: str, **config: object) -> dict[str, Any]:
     """What each API key may use in a week, below the policy's name."""
     made = {"budget": 10_000, "period": "7d", "staged_actions": REJECT, "cost_key": "usage:tokens", **config}
     keyed = {"name": "r", "limit_keys": ["header:x-api-key"], "algorithm": "cost_based", "algorithm_config": made}
-    return {"id": identity, "spec": {"selector": {"pathPrefix": f"/{identity}/"}, "rules": [keyed | (rule or {})]}}
+    return {"id": identity, "spec": {"selector": {"pathPrefix": f"/{identity}/"}, "rules": [keyed]}}
 
 
 SHARED = make_policy("shared", budget=3, cost_key="fixed")
 SHARED["spec"]["missing_descriptor"] = "share"
 STRICT = make_policy("strict", budget=3, cost_key="fixed")
 STRICT["spec"]["uncountable"] = "reject"
-POLICIES = bundle(SHARED, STRICT, make_policy("plain"), make_policy("asks", {"usage": "request"}))
+POLICIES = bundle(SHARED, STRICT, make_policy("plain"), make_policy("asks", usage="request"))
 
 
 class Shop:

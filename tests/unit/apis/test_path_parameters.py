@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from extproc.apis import asks_model
+from extproc.engine.engine import Engine
+from extproc.request.http import HttpRequest
 from tests.support.budget_policies import ask, bucket, chat, limited, refused, rule, serve
+from tests.support.bundles import NOW, check
+from tests.support.documents import bundle
 
 MODEL = "/v1beta/models/gemini-2.5-pro:generateContent"
 COUNT = "/v1beta/models/gemini-2.5-pro:countTokens"
@@ -51,3 +55,16 @@ def test_a_selector_finds_a_path_with_parameters(selector: dict[str, str], path:
     service, _ = serve(policy, limited(bucket(burst=9), identity="q"))
 
     assert [refused(ask(service, path=each)) for each in (path, "/v1/chat/completions")] == ["", "token_bucket_exceeded"]
+
+
+@pytest.mark.parametrize(
+    ("path", "killed"), [("/v1/chat;x/completions;y=1", True), ("/v1/chat/completions", True), ("/v1/x;y", False)]
+)
+def test_a_kill_switch_of_a_route_holds_with_parameters(path: str, killed: bool) -> None:  # a parameter
+    """Whatever they are."""
+    switch = {"scope_key": "header:host", "scope_value": "api", "route": "/v1/chat/completions", "reason": "test"}
+    policies = check(bundle(limited(bucket()), kill_switches=[switch]))
+
+    found = Engine(policies, NOW).find_switch(HttpRequest("GET", path, "api"), NOW.timestamp())
+
+    assert (found is not None) is killed

@@ -11,6 +11,7 @@ from extproc.operator.admin.coverage_report import make_report
 from extproc.operator.board import View
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.budget_policies import CHAT, REJECT, ask, chat, limited, refused, rule, serve
+from tests.support.bundles import check
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, metadata_of, sample
 from tests.support.session_limits import status
@@ -155,15 +156,12 @@ def test_twenty_streams_without_usage_use_no_more_than_the_budget() -> None:
     assert passed == 5
 
 
-@pytest.mark.parametrize("place", ["rule", "algorithm_config"])
 @pytest.mark.parametrize(
     "made", [TOKENS, rule("token_bucket_llm", tokens_per_minute=10_000)], ids=["cost_based", "token_bucket_llm"]
 )
-def test_a_rule_asks_streams_for_their_usage(place: str, made: dict[str, Any]) -> None:
+def test_a_rule_asks_streams_for_their_usage(made: dict[str, Any]) -> None:
     """As sessions do; a request that streams nothing, or whose policy only watches, is not changed."""
-    asking = made | {"usage": "request"}
-    if place == "algorithm_config":
-        asking = made | {"algorithm_config": made["algorithm_config"] | {"usage": "request"}}
+    asking = made | {"algorithm_config": made["algorithm_config"] | {"usage": "request"}}
     content = chat("hello", stream=True)
 
     service, _ = serve(limited(asking))
@@ -173,6 +171,21 @@ def test_a_rule_asks_streams_for_their_usage(place: str, made: dict[str, Any]) -
     assert not ask(service, content=chat("hello")).request_body.response.HasField("body_mutation")
     for policy in (limited(made), limited(asking, mode="shadow")):
         assert not ask(serve(policy)[0], content=content).request_body.response.HasField("body_mutation")
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (TOKENS, 1),
+        (rule("cost_based", budget=9, cost_key="usage:tokens", usage="request", **DAY), 0),
+        (rule("token_bucket_llm", tokens_per_minute=9), 1),
+        (rule("token_bucket_llm", tokens_per_minute=9, usage="request"), 0),
+        (rule("cost_based", budget=9, **DAY), 0),
+    ],
+)
+def test_validate_tells_that_streams_pay_for_their_size(made: dict[str, Any], told: int) -> None:
+    """Unless the rule asks for their usage, or does not measure it."""
+    assert len([note for note in check(limited(made)).notes if "pay for their size" in str(note)]) == told
 
 
 @pytest.mark.parametrize(
