@@ -172,7 +172,7 @@ class HttpRequest:
     def read_shown_query(self) -> list[tuple[str, str]]:
         """The pairs of `read_query`, with hashes of secrets."""
         pairs = self.read_query()
-        secrets = {name for name, value in pairs if value and says_secret(name)}
+        secrets = {name for name in {name for name, _ in pairs} if says_secret(name)}
         if not secrets:
             return pairs
         hide = self.hash_key.hide
