@@ -8,7 +8,8 @@ needlessly hashed does no harm, so in doubt it is a secret. Names of APIs' own p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Final
 
@@ -49,7 +50,7 @@ _HINT = re.compile("auth|key|token|secret|cookie|credential|pass|bearer|jwt|pwd|
 """A part of every such name."""
 
 
-def find_secrets(names: Set[str]) -> set[str]:
+def find_secrets(names: AbstractSet[str]) -> set[str]:
     """Those of a query's names that say so. Few queries have any, and a client may send thousands of names."""
     if _HINT.search(" ".join(names).lower()) is None:
         return set()
