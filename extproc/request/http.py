@@ -17,9 +17,9 @@ from extproc.request.limit_keys import FIRST_OF, UNSUPPORTED_KEYS, FirstOf
 from extproc.request.secrets import (
     CREDENTIAL,
     extract_secret,
+    find_secrets,
     is_secret,
     list_places,
-    says_secret,
 )
 
 MAX_DESCRIPTOR = 8_192
@@ -173,7 +173,7 @@ class HttpRequest:
     def read_shown_query(self) -> list[tuple[str, str]]:
         """The pairs of `read_query`, with hashes of secrets."""
         pairs = self.read_query()
-        secrets = {name for name, value in pairs if value and says_secret(name)}
+        secrets = find_secrets({name for name, _ in pairs})
         if not secrets:
             return pairs
         hide = self.hash_key.hide

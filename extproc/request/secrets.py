@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Final
 
@@ -23,7 +24,7 @@ OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
 
 _LONGEST_KNOWN: Final = 256
 _MAX_KNOWN: Final = 1_024
-"""Maximum length of a path, in characters, and number of paths whose places are remembered."""
+"""Maximum length of a path or name, in characters, and number of those of which is remembered what they mean."""
 
 _ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
 _SCHEMES = frozenset({"bearer", "basic"})
@@ -45,15 +46,33 @@ _SAYS_SECRET = re.compile(
 )
 
 
+_HINT = re.compile("auth|key|token|secret|cookie|credential|pass|bearer|jwt|pwd|sig")
+"""A part of every such name."""
+
+
+def find_secrets(names: AbstractSet[str]) -> set[str]:
+    """Those of a query's names that say so. Few queries have any, and a client may send thousands of names."""
+    if _HINT.search(" ".join(names).lower()) is None:
+        return set()
+    return {name for name in names if says_secret(name)}
+
+
 def says_secret(name: str) -> bool:
     """Whether the name of a header or parameter says that its value is a secret.
 
     >>> [says_secret(name) for name in ("x-team-key", "accessToken", "APIKEY", "x-author", "max_tokens", "monkey")]
     [True, True, True, False, False, False]
     """
+    return _recall_name(name) if len(name) <= _LONGEST_KNOWN else _judge_name(name)
+
+
+def _judge_name(name: str) -> bool:
     if not (name.islower() or name.isupper()):
         name = _HUMP.sub("_", name)
     return _SAYS_SECRET.search(name.lower().replace("-", "_")) is not None
+
+
+_recall_name: Final = lru_cache(_MAX_KNOWN)(_judge_name)
 
 
 def is_secret(limit_key: str) -> bool:

@@ -32,6 +32,15 @@ ALLOWED = {
     ("cli/scan/atif.py", "prompt_tokens"): "ATIF's own",
     ("cli/scan/atif.py", "completion_tokens"): "ATIF's own",
     ("cli/scan/claude_code.py", "tool_use"): "in a key of its printed streams",
+    **dict.fromkeys(
+        [
+            *[(f"cli/scan/{name}.py", "gemini") for name in ("files", "formats", "gemini_cli", "lines")],
+            ("cli/commands/scan.py", "gemini"),
+        ],
+        "the name of a program, Gemini CLI",
+    ),
+    ("cli/scan/gemini_cli.py", "functionCall"): "in what that program writes, and in what it sends",
+    ("cli/scan/gemini_cli.py", "functionResponse"): "likewise",
     ("cli/scan/otlp.py", "prompt_tokens"): "of older semantic conventions",
     ("cli/scan/otlp.py", "completion_tokens"): "of older semantic conventions",
     **dict.fromkeys(

@@ -60,7 +60,7 @@ _LOOKED_AT: Final = 64
 """Number of newest messages in which to look for what no API has."""
 
 _CALLS: Final = re.compile("tool|call|func|action", re.IGNORECASE)
-_CONTENTS: Final = ("content", "tool_calls", "function_call", "toolCalls", "refusal", "audio")
+_CONTENTS: Final = re.compile("(?:content|refusal|audio|(?:tool|function)_calls?)$")
 _NOTHING: Final = len("null")
 _BESIDE: Final = frozenset({"annotations", "reasoning_details", "thinking_blocks", "experimental_attachments"})
 """Lists in answers without content that say nothing of what the model did."""
@@ -345,7 +345,8 @@ def _list_foreign_keys(message: bytes) -> list[str]:
     except BAD_JSON:
         return []
     role = _open(values.get("role"))
-    if not isinstance(role, str) or role not in ASSISTANTS or any(len(values.get(key, b"")) > _NOTHING for key in _CONTENTS):
+    said = any(len(value) > _NOTHING for key, value in values.items() if _CONTENTS.match(key))
+    if said or not isinstance(role, str) or role not in ASSISTANTS:
         return []
     return [key for key, value in values.items() if key not in _BESIDE and _OBJECTS.match(bytes(value))]
 

@@ -22,7 +22,7 @@ from extproc.request.callers import compile_shown, list_others
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest, compile_descriptors
-from extproc.request.secrets import extract_secret, may_stand_in_query, says_secret
+from extproc.request.secrets import extract_secret, find_secrets, may_stand_in_query, says_secret
 from extproc.sessions.prices import Prices
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
@@ -52,6 +52,7 @@ OPEN = [
 def test_a_name_that_says_secret_is_one(name: str) -> None:
     """However it is spelled."""
     assert says_secret(name)
+    assert find_secrets({name, "page"}) == {name}
 
 
 @pytest.mark.parametrize("name", OPEN)
