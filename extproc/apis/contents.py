@@ -19,6 +19,7 @@ from extproc.request.document import (
     Json,
     NotJson,
     check_containers,
+    check_members,
     decode_json,
     open_value,
     remove_at,
@@ -64,6 +65,8 @@ def read_content(content: Raw) -> list[Part]:
     """
     if not is_given(content):
         return []
+    if len(content) > WORTH_COUNTING:
+        check_members(bytes(content))
     try:
         blocks = decode_json(content, _decode_content)
     except ValidationError:
