@@ -579,7 +579,7 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     yield from _explain_unpaid(spec)
     for number, rule in enumerate(spec.rules):
         if rule.needs_answers() and not rule.algorithm_config.get("usage"):
-            paying = "OpenAI's chat streams report no usage unless asked, and then pay for their size, many times what they use"
+            paying = "some APIs' streams report no usage unless asked, and then pay for their size, many times what they use"
             yield ("spec", "rules", number, "algorithm_config"), f"{paying}: usage request would ask for it"
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]

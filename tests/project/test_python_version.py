@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def test_make_says_in_one_line_which_python_is_needed(tmp_path: Path, python: st
 
     run = subprocess.run(
         ["make", "--no-print-directory", ".venv/build.stamp", f"PYTHON=./{python}"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
     told = {"old": "./old is Python 3.10.12", "missing": "./missing is missing"}[python]

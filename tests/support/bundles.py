@@ -66,7 +66,7 @@ RULE: dict[str, Any] = {
 }
 
 
-RULE_KEYS = ("name", "limit_keys", "algorithm", "algorithm_config", "reject_status", "match", "usage")
+RULE_KEYS = ("name", "limit_keys", "algorithm", "algorithm_config", "reject_status", "match")
 
 
 BREAKER_KEYS = ("enabled", "spend_rate_threshold_per_minute", "action", "auto_reset_after_minutes", "alert")

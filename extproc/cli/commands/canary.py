@@ -97,7 +97,7 @@ def _collect(clients: Sequence[AdminClient]) -> list[State]:
 def _list_idle_shares(clients: Sequence[AdminClient]) -> list[str]:
     """The policies that act on a share of their callers in which there is none, as servers say it."""
     with suppress(LoopguardError):  # it is not what was asked for
-        findings = [finding for client in clients for finding in client.ask("/coverage")["findings"]]
+        findings = [finding for client in clients for finding in client.ask("/coverage").get("findings", [])]
         return list(dict.fromkeys([each["text"] for each in findings if each["reason"] == ENFORCES_ON_NONE]))
     return []
 
