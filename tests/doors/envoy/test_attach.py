@@ -267,7 +267,7 @@ def test_every_part_has_its_place() -> None:
     parts = list(read_parts(render_snippet(policies(), read_options(EnvoyOptions, {"snippet": True, **options}))))
 
     assert [path.rpartition(".")[2] for path, _, _ in parts] == [
-        "listeners[]", "typed_config", "json_format", "http_filters", "virtual_hosts[]",
+        "listeners[]", "typed_config", "json_format", "http_filters", "route_config", "virtual_hosts[]",
         "routes[]", "route", "routes[]", "route", "clusters",
     ]  # fmt: skip
     for path, _, part in parts:
@@ -289,8 +289,8 @@ def test_what_answers_cost_has_its_places() -> None:
     parts = list(read_parts(render_snippet(costs, read_options(EnvoyOptions, {"snippet": True}))))
 
     assert [path.rpartition(".")[2] for path, _, _ in parts] == [
-        "listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", "virtual_hosts[]",
-        "routes[]", "route", "clusters",
+        "listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", "route_config",
+        "virtual_hosts[]", "routes[]", "route", "clusters",
     ]  # fmt: skip
     (route,) = [part for path, _, part in parts if path.endswith("routes[]")]
     assert list(route["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
