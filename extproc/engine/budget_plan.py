@@ -79,7 +79,7 @@ class PlannedRule:
         return values if self._is_sufficient(values, len(self.head), may_follow=len(self.body) > 0) else None
 
     def _is_sufficient(self, values: Values, keys: int, *, may_follow: bool) -> bool:
-        """Whether the values of so many keys tell who pays, by the policy's `missing_descriptor`; others `may_follow`."""
+        """Whether the values found for this number of keys tell who pays, by `missing_descriptor`; more `may_follow`."""
         if len(values) == keys or self._missing == "share":
             return True
         return self._missing == "require_one" and (may_follow or len(values) > 0)

@@ -35,7 +35,7 @@ STEP: Final = 10
 """Units that a message takes, or a part of one. A number with a fraction takes as many: it is converted to one spelling."""
 
 MAX_STEPS: Final = UNITS // STEP
-"""Maximum number of messages in a conversation of which each is read."""
+"""Maximum number of messages in a conversation that is read message by message."""
 
 MAX_VALUES: Final = 250_000
 """Maximum number of commas outside of texts in a body to inspect, and so of small values in its lists."""
@@ -141,7 +141,7 @@ class Inspection:
 
 INSPECTION: Final = Inspection()
 """Of the reader at work: only one thread inspects bodies, one reader after the other. `Document` and `open_conversation` begin
-it, so nobody reads a body without it."""
+it, so no body is read without it."""
 
 
 def walk(count: int) -> None:

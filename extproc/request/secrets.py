@@ -24,7 +24,7 @@ OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
 
 _LONGEST_KNOWN: Final = 256
 _MAX_KNOWN: Final = 1_024
-"""Maximum length of a path or name, in characters, and number of those of which is remembered what they mean."""
+"""Maximum length of a path or name to remember, in characters, and maximum number of them."""
 
 _ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
 _SCHEMES = frozenset({"bearer", "basic"})

@@ -112,7 +112,7 @@ def test_a_guarded_route_must_take_all_requests(numerator: int, policies: Json) 
 
 
 def test_conditions_of_guarded_routes_are_noted() -> None:
-    """Without policies, nobody says whether the other requests should be guarded."""
+    """Without policies, it is unknown whether the other requests should be guarded."""
     document = good()
     find(document, f"{ROUTES}/0/match")["headers"] = [{"name": "x-team", "present_match": True}]
 
@@ -194,7 +194,7 @@ def test_unknown_routes_of_a_selector_are_found() -> None:
 
 
 def test_a_matcher_that_clients_control_is_found() -> None:
-    """A note for inputs of which it is not known; nothing for a matcher that skips nothing."""
+    """A note for inputs that cannot be judged; nothing for a matcher that skips nothing."""
     query = {"@type": f"{_TYPE}/envoy.type.matcher.v3.HttpRequestQueryParamMatchInput", "query_param": "skip"}
     metadata = {"@type": f"{_TYPE}/envoy.extensions.matching.common_inputs.network.v3.DynamicMetadataInput", "filter": "x"}
 
