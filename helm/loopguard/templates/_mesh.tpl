@@ -53,6 +53,7 @@ route that it finds, and one that verified claims or another filter choose later
 name: {{ .filter.name }}
 typed_config:
   "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
+  stat_prefix: {{ .filter.name }}
   grpc_service:
     envoy_grpc:
       cluster_name: outbound|50051||{{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
