@@ -164,13 +164,13 @@ In ambient mode the mesh may lead a health check elsewhere than a request, so th
 
 {{/*
 Envoy Gateway's messageTimeout: it has no maxMessageTimeout, so the longest throttle has to fit into that of every
-message. Policies that Helm cannot see may hold as long as they may. A Gateway API duration has no more than five digits for a unit,
+message. In shadow mode nothing is held; policies that Helm cannot see may hold as long as they may. A Gateway API duration has no more than five digits for a unit,
 so that whole seconds are told as such. Takes root.
 */}}
 {{- define "loopguard.wholeTimeout" -}}
 {{- $needed := mul 1000 .Values.envoy.maxMessageTimeoutSeconds -}}
-{{- if not .Values.policies.existingConfigMap -}}
-{{- $hold := include "loopguard.longestHold" .Values.policies.bundle | fromJson -}}
+{{- if or .Values.shadow.enabled (not .Values.policies.existingConfigMap) -}}
+{{- $hold := include "loopguard.longestHold" (.Values.shadow.enabled | ternary dict (include "loopguard.bundle" . | fromJson)) | fromJson -}}
 {{- $needed = max .Values.envoy.messageTimeoutMilliseconds (empty $hold.policy | ternary 0 (add $hold.milliseconds 2000)) -}}
 {{- end -}}
 {{- with div $needed 1000 }}{{ . }}s{{ end -}}
