@@ -237,9 +237,9 @@ PROBLEMS: list[tuple[Values, str]] = [
     ),
     row(
         {"networkPolicy": {"gateways": []}},
-        "networkPolicy.gateways is empty, and with shadow.enabled=false every pod of the cluster could have any caller refused:",
-        "say where the Envoys run, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-ingress}}}],",
-        "or accept it with networkPolicy.enabled=false.",
+        "networkPolicy.gateways is empty, and with shadow.enabled=false every pod of the cluster could have any caller",
+        "refused: say where the Envoys run, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name:",
+        "istio-ingress}}}], or accept it with networkPolicy.enabled=false.",
     ),
     row(
         merged(ISTIO, {"tls": {"existingSecret": "s"}}),
