@@ -9,10 +9,11 @@ because gateways mix them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache, reduce
 from importlib import import_module
 from operator import or_
+from os.path import commonprefix
 from pkgutil import iter_modules
 from typing import Final
 
@@ -96,6 +97,18 @@ for _api in APIS:
     OWN_PLACES.extend([(re.compile(pattern).search, _api.credentials) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
+_COMPLETING: Final[dict[str, list[str]]] = {}
+for _api in APIS:
+    _COMPLETING.setdefault(_api.name, []).extend([pattern for pattern, endpoint in _api.paths.items() if endpoint.complete])
+_COMPLETING.pop("")  # of protocols that no model speaks
+API_NAMES: Final = sorted(_COMPLETING)
+_NAMED: Final = [
+    (name, re.compile("|".join(patterns).replace(r"\Z", r"/?\Z")).search) for name, patterns in _COMPLETING.items()
+]
+
+SAMPLES: Final = {name: [path for api in APIS if api.name == name for path in api.samples] for name in API_NAMES}
+"""Paths on which clients call an API, by its name."""
+
 _TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]
 _MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
 _AMBIGUOUS: Final = re.compile(r"[;\\#]|%(?:00|23|25|3B|3F|5C)", re.IGNORECASE).search
@@ -132,14 +145,28 @@ def takes_websocket(path: str) -> bool:
     return any(search(path) for search in _WEBSOCKETS)
 
 
-def find_public_id(path: str, *, exact: bool) -> str:
-    """See `Api.public_id`, of an API that clients may call on this path or, unless `exact`, below it; empty for none."""
+@lru_cache(_MOST_PATHS)
+def name_api(path: str) -> str:
+    """The name of the API whose model answers on this path, whatever the path begins with; empty for none."""
+    return next((name for name, search in _NAMED if search(path)), "")
+
+
+def write_regex(name: str) -> str:
+    """The whole paths of an API on which a model answers, as an expression that Python and Envoy's RE2 read alike."""
+    patterns = [
+        pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]
+    ]  # linear in RE2 anyway
+    start = commonprefix(patterns)  # Envoy before 1.40 takes expressions of at most 100 instructions
+    return f".*{start}(?:{'|'.join([pattern.removeprefix(start) for pattern in patterns])})/?"
+
+
+def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
+    """See `Api.public_id`, of one of these APIs that clients may call on this path or, unless `exact`, below it; empty for none."""
     for api in APIS:
-        if api.public_id and exact and any(re.search(pattern, path) for pattern in api.paths):
-            return api.public_id
-        if api.public_id and not exact:
-            begins = any(prefix.startswith(path) or prefix in f"{path}/" for prefix in api.prefixes)
-            if begins or api.gateways in path.lower():
+        if api.public_id and api.name in apis:
+            known = any(re.search(pattern, path) for pattern in api.paths)
+            below = any(sample.startswith(path) for sample in api.samples) or any(w in f"{path.lower()}/" for w in api.gateways)
+            if known if exact else below:
                 return api.public_id
     return ""
 

@@ -109,13 +109,20 @@ def _hold_calls(patch: Patch, fields: Fields, changes: Changes, _path: str) -> C
 _MESSAGES = Endpoint(write_error, complete, prefills=True)
 
 API = Api(
+    name="anthropic",
     paths={
         r"/v1/messages\Z": _MESSAGES,
         r"/v1/messages/count_tokens\Z": Endpoint(write_error, asks_model=False),
         r"/v1/messages/": Endpoint(write_error),
         r"/publishers/anthropic/models/[^/:]+:(?:rawPredict|streamRawPredict)\Z": _MESSAGES,
     },
-    prefixes=("/v1/messages",),
+    # Of Anthropic, of gateways, and of Vertex AI.
+    samples=(
+        "/v1/messages",
+        "/anthropic/v1/messages",
+        "/api/v1/messages",
+        "/v1/projects/x/locations/x/publishers/anthropic/models/x:rawPredict",
+    ),
     headers={"anthropic-version": _MESSAGES},
     asked=("stream",),
     blocks={

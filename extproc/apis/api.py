@@ -131,8 +131,8 @@ class Endpoint(NamedTuple):
 
     Attributes:
         write_error: writes a refusal as an error of the API.
-        complete: writes an answer of the model, whole or streamed as requested; returns None if this is unknown, or if the API
-            has no such answers.
+        complete: writes an answer of the model, whole or streamed as requested; returns None if this is unknown. None if no
+            model answers here with a text.
         needs_tool: a history with calls is refused if no tool is declared.
         websocket: calls are also accepted over a WebSocket on the same path.
         asks_model: a model answers; otherwise, tokens are counted.
@@ -142,7 +142,7 @@ class Endpoint(NamedTuple):
     """
 
     write_error: Callable[[Refusal, Question], Framed]
-    complete: Callable[[Completion, Question], Framed | None] = lambda _completion, _question: None
+    complete: Callable[[Completion, Question], Framed | None] | None = None
     needs_tool: bool = True
     websocket: bool = False
     asks_model: bool = True
@@ -228,8 +228,9 @@ class Api(NamedTuple):
     Attributes:
         default: endpoint for requests whose API is not recognized; exactly one API has it, and is tried last.
         content_types: endpoints by patterns of the `content-type`, for any path.
+        name: as in `apis` of a selector; files of one name are one API to it.
         paths: endpoints by patterns, which are searched for in the path.
-        prefixes: paths of client calls, as `pathPrefixes` of a policy; the preset `agents` must have them.
+        samples: paths of client calls, one for each form.
         headers: endpoints by names of headers that only clients of this API send.
         keys: endpoints by keys that a body has.
         asked: further keys of bodies that `write_error` and `complete` read.
@@ -246,7 +247,7 @@ class Api(NamedTuple):
         streamed_documents: parts of paths whose responses are one JSON document streamed in pieces.
         credentials: where clients send their secret, as limit keys; the first that a request has counts.
         public_id: what signed requests show in place of a secret, in words; empty if clients always send a secret.
-        gateways: a word in the paths under which gateways offer such an API.
+        gateways: parts of the paths under which gateways offer such an API, in lower case.
         error_marks: a member, as compact JSON, by which a message marks a result as an error.
         longest_answers: where bodies limit the tokens of an answer, as keys joined by dots.
         copies: where bodies ask for several answers: a number, or a list of prompts.
@@ -254,8 +255,9 @@ class Api(NamedTuple):
 
     default: Endpoint | None = None
     content_types: Mapping[str, Endpoint] = MappingProxyType({})
+    name: str = ""
     paths: Mapping[str, Endpoint] = MappingProxyType({})
-    prefixes: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
     headers: Mapping[str, Endpoint] = MappingProxyType({})
     keys: Mapping[tuple[str, ...], Endpoint] = MappingProxyType({})
     asked: tuple[str, ...] = ()
@@ -272,7 +274,7 @@ class Api(NamedTuple):
     streamed_documents: tuple[str, ...] = ()
     credentials: tuple[str, ...] = ()
     public_id: str = ""
-    gateways: str = ""
+    gateways: tuple[str, ...] = ()
     error_marks: tuple[str, ...] = ()
     longest_answers: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()

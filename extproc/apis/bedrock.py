@@ -142,6 +142,7 @@ def _write_number(number: int) -> bytes:
 _PATH = r"\A(?>.*?/model/).+/"
 
 API = Api(
+    name="bedrock",
     paths={
         rf"{_PATH}converse\Z": Endpoint(write_error, complete),
         rf"{_PATH}converse-stream\Z": Endpoint(write_error, complete_in_pieces),
@@ -149,7 +150,14 @@ API = Api(
         rf"{_PATH}invoke-with-response-stream\Z": Endpoint(write_error, complete_as_model_in_pieces),
         rf"{_PATH}count-tokens\Z": Endpoint(write_error, asks_model=False),
     },
-    prefixes=("/model/",),
+    # Of AWS, and of gateways.
+    samples=(
+        "/model/x/converse",
+        "/model/x/converse-stream",
+        "/model/x/invoke",
+        "/model/x/invoke-with-response-stream",
+        "/bedrock/model/x/converse",
+    ),
     asked=("anthropic_version",),
     blocks={
         "toolUse": _read_call,
@@ -174,7 +182,7 @@ API = Api(
     },
     credentials=("header:authorization",),
     public_id="AWS access key id",
-    gateways="bedrock",
+    gateways=("bedrock", "/model/"),
     error_marks=('"status":"error"',),
     longest_answers=("inferenceConfig.maxTokens",),
 )

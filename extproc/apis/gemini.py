@@ -210,20 +210,22 @@ def _make_content(completion: Completion) -> dict[str, Any]:
 
 
 API = Api(
+    name="gemini",
     paths={
-        r":generateContent\Z": Endpoint(write_error, complete),
-        r":streamGenerateContent\Z": Endpoint(write_error, complete_in_pieces),
+        r"(?::|%3[Aa])generateContent\Z": Endpoint(write_error, complete),
+        r"(?::|%3[Aa])streamGenerateContent\Z": Endpoint(write_error, complete_in_pieces),
         r"/[^/:%]+:countTokens\Z": Endpoint(write_error, asks_model=False),
         r":(?:embedContent|batchEmbedContents)\Z": Endpoint(write_error),
     },
-    # Of Gemini, of Vertex AI, which also offers Anthropic's models, and of Code Assist.
-    prefixes=(
-        "/v1beta/",
-        "/v1/models/",
-        "/v1beta1/",
-        "/v1/projects/",
+    # Of Gemini, of Vertex AI, of Code Assist, and of gateways.
+    samples=(
+        "/v1beta/models/x:generateContent",
+        "/v1/models/x:streamGenerateContent",
+        "/v1beta1/projects/x/locations/x/publishers/google/models/x:generateContent",
+        "/v1/projects/x/locations/x/publishers/google/models/x:streamGenerateContent",
         "/v1internal:generateContent",
         "/v1internal:streamGenerateContent",
+        "/genai/v1beta/models/x:generateContent",
     ),
     keys={("contents",): Endpoint(write_error)},  # only the path says whether a stream is wanted
     shapes=(

@@ -38,11 +38,12 @@ def _complete(completion: Completion, question: Question, say: Any) -> Framed | 
 
 
 API = Api(
+    name="ollama",
     paths={
         r"/api/chat\Z": Endpoint(write_error, complete_chat, needs_tool=False),
         r"/api/generate\Z": Endpoint(write_error, complete_text),
     },
-    prefixes=("/api/chat", "/api/generate"),
+    samples=("/api/chat", "/api/generate"),
     asked=("stream",),
     counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams have no events
     answered_by=("model",),

@@ -260,18 +260,22 @@ _CHAT: Final = Endpoint(write_error, complete_chat)
 
 API: Final = Api(
     default=Endpoint(write_error),
+    name="openai",
     paths={
         r"/chat/completions\Z": _CHAT._replace(ask_usage=ask_usage),
         r"/completions\Z": Endpoint(write_error, complete_text, ask_usage=ask_usage),
     },
-    # Of OpenAI, with and without its base path, of Azure OpenAI, and of OpenRouter.
-    prefixes=(
+    # Of OpenAI, with and without its base path, of Azure OpenAI and Azure AI, of OpenRouter, Fireworks, Model Studio and gateways.
+    samples=(
         "/v1/chat/completions",
         "/v1/completions",
         "/chat/completions",
-        "/openai/deployments/",
+        "/openai/deployments/x/chat/completions",
         "/openai/v1/chat/completions",
         "/api/v1/chat/completions",
+        "/models/chat/completions",
+        "/inference/v1/chat/completions",
+        "/compatible-mode/v1/chat/completions",
     ),
     keys={("messages", "model"): _CHAT},
     asked=("stream", "stream_options"),

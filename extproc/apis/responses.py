@@ -232,12 +232,13 @@ def _make_message(completion: Completion, status: str) -> dict[str, Any]:
 _TOOLS = ToolList("input", "tools", "tool_choice", hold=hold_calls)
 
 API = Api(
+    name="openai",
     paths={
         r"/responses\Z": Endpoint(write_error, complete, websocket=True),
         r"/responses/input_tokens\Z": Endpoint(write_error, asks_model=False),
     },
     # Of OpenAI, of Azure OpenAI, and of Codex with an account.
-    prefixes=("/v1/responses", "/responses", "/openai/v1/responses", "/openai/responses", "/backend-api/codex/responses"),
+    samples=("/v1/responses", "/responses", "/openai/v1/responses", "/openai/responses", "/backend-api/codex/responses"),
     asked=("stream",),
     shapes=(
         Shape(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from extproc.apis import SAMPLES
 from extproc.cli.envoy_check.inspect import CheckReport
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
@@ -153,6 +154,7 @@ def list_paths(policies: PolicySet | None, report: CheckReport | None) -> list[s
     for policy in policies.list_acting() if policies is not None else ():
         selector = policy.spec.selector
         found += [path for path in (selector.pathExact, *selector.list_prefixes()) if path is not None]
+        found += [SAMPLES[api][0] for api in selector.list_apis() if selector.spans_apis()]
     for route in report.routes if report is not None else ():
         found += [route.route.pattern.find_example()] if route.modes else []
     return list(dict.fromkeys([path for path in found if path]))[:_MOST_PATHS]

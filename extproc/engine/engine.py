@@ -1,9 +1,9 @@
 """All policies of one load: `prepare` finds those that match a request. Pure: no clock, no asyncio, no store.
 
 An index of selectors finds them, at a cost that does not grow with their number. A selector is indexed by its anchor (an exact
-path, a path prefix, or none if it selects only by route) and then by its host, method and route. A look-up visits the anchors
-that the request's path can have, a number bounded by the deepest prefix in the index. At each, it looks up every combination of
-fields that selectors there use, at most eight.
+path, a path prefix, or none if it selects only by route) and then by its host, method, route and API. A look-up visits the
+anchors that the request's path can have, a number bounded by the deepest prefix in the index. At each, it looks up every
+combination of fields that selectors there use, at most sixteen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import datetime
 from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
+from extproc.apis import name_api
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import FiledSwitch, KillSwitches, Switch, compile_switches
 from extproc.engine.plan import Parts, Plan
@@ -30,8 +31,8 @@ Item = TypeVar("Item")
 _ITEMS_AT_ONCE = 1_000
 """Items indexed before other threads get their turn: compiled code would keep the interpreter lock until the end."""
 
-_Key = tuple[str, str | None, str | None, str | None]  # anchor, host, method, route; None: any
-_Shape = tuple[bool, bool, bool]  # names a host, names a method, names a route
+_Key = tuple[str, str | None, str | None, str | None, str | None]  # anchor, host, method, route, API; None: any
+_Shape = tuple[bool, bool, bool, bool]  # names a host, names a method, names a route, names an API
 
 
 class CompiledFile(NamedTuple):
@@ -201,27 +202,27 @@ class _Table:
         self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # so that equal ones are stored once
 
     def add(self, anchor: str, selector: SlimSelector, place: int) -> None:
-        fields = (selector.hosts, selector.methods, selector.routes)
-        shape = (fields[0] is not None, fields[1] is not None, fields[2] is not None)
+        fields = (selector.hosts, selector.methods, selector.routes, selector.apis)
+        shape = (fields[0] is not None, fields[1] is not None, fields[2] is not None, fields[3] is not None)
         shapes = self.shapes.get(anchor, ())
         if shape not in shapes:
             shapes = (*shapes, shape)
             self.shapes[anchor] = self._known.setdefault(shapes, shapes)
         for key in product(*(dict.fromkeys(values) if values is not None else (None,) for values in fields)):
-            filed = (anchor, key[0], key[1], key[2])
+            filed = (anchor, key[0], key[1], key[2], key[3])
             if filed in self.places:
                 self.places[filed].append(place)
             else:
                 self.places[filed] = [place]
 
-    def find(self, anchor: str, host: str, method: str, route: str, found: list[int]) -> None:
+    def find(self, anchor: str, host: str, method: str, route: str, api: str, found: list[int]) -> None:
         """Add the places of the items that match this request to `found`."""
         shapes = self.shapes.get(anchor)
         if shapes is None:
             return
-        for by_host, by_method, by_route in shapes:
-            key = (anchor, host if by_host else None, method if by_method else None, route if by_route else None)
-            filed = self.places.get(key)
+        for by_host, by_method, by_route, by_api in shapes:
+            kept_method, kept_route = method if by_method else None, route if by_route else None
+            filed = self.places.get((anchor, host if by_host else None, kept_method, kept_route, api if by_api else None))
             if filed is not None:
                 found += filed
 
@@ -234,7 +235,7 @@ class Index(Generic[Item]):
         self._items: list[Item] = []
         self._exact, self._prefix, self._anywhere = _Table(), _Table(), _Table()
         self._depth = 0
-        self.uses_hosts = self.uses_routes = False
+        self.uses_hosts = self.uses_routes = self.uses_apis = False
         self._methods = [""]  # for selectors without any
         for place, (selector, item) in enumerate(entries):
             self._items.append(item)
@@ -243,6 +244,7 @@ class Index(Generic[Item]):
             self._methods += [method for method in selector.methods or () if method not in self._methods]
             self.uses_hosts = self.uses_hosts or selector.hosts is not None
             self.uses_routes = self.uses_routes or selector.routes is not None
+            self.uses_apis = self.uses_apis or selector.apis is not None
             if selector.exact is not None:
                 self._exact.add(selector.exact, selector, place)
             for prefix in selector.prefixes:
@@ -267,14 +269,15 @@ class Index(Generic[Item]):
             route: Envoy's name of the route; empty if unknown.
         """
         host = normalize_host(authority) if self.uses_hosts else ""
+        api = name_api(path) if self.uses_apis else ""
         found: list[int] = []
         for name in self._methods if method is None else (method,):
-            self._exact.find(path, host, name, route, found)
+            self._exact.find(path, host, name, route, api, found)
             if self._depth:
                 for prefix in self._prefixes(path):
-                    self._prefix.find(prefix, host, name, route, found)
+                    self._prefix.find(prefix, host, name, route, api, found)
             if self._anywhere.shapes:
-                self._anywhere.find("", host, name, route, found)
+                self._anywhere.find("", host, name, route, api, found)
         if len(found) > 1:  # an item with both anchors may be in it twice
             found = sorted(set(found))
         return [self._items[place] for place in found]

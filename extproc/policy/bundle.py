@@ -24,6 +24,7 @@ from pydantic import (
     TypeAdapter,
 )
 
+from extproc.apis import API_NAMES
 from extproc.budgets.rule_keys import CircuitBreaker, CostBased, FallbackLimit, Rule, TokenBucket, TokenBucketLlm
 from extproc.detectors import KINDS
 from extproc.detectors.keys import SimilarityKeys
@@ -53,6 +54,7 @@ MAX_DELAY_MS = 30_000
 """Default and maximum of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
 
 SHADOW: Final = "shadow"
+ANY_API: Final = "any"
 
 EVERYBODY: Final = 100
 """The percentage at which the policy acts on all callers, including those without a place."""
@@ -119,6 +121,18 @@ def _check_host(value: str) -> str:
     return normalize_host(value)
 
 
+def _check_api(value: str) -> str:
+    if value not in API_NAMES:
+        raise make_error(f"must be one of {', '.join(API_NAMES)}")
+    return value
+
+
+def _check_any(value: str) -> str:
+    if value != ANY_API:
+        raise make_error(f"must be '{ANY_API}', or a list of {', '.join(API_NAMES)}")
+    return value
+
+
 def _check_header(value: str) -> str:
     if not METHOD.match(value):
         raise make_error("must be the name of a header, such as 'x-health-check'")
@@ -175,12 +189,21 @@ def _check_timestamp(value: object) -> object:
     return moment
 
 
+OBJECT, LIST = "(object)", "(list)"
+"""Tags that pydantic adds to the places of errors in a value that may be a list, unlike any key; they are removed again."""
+
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
 _HOST_PATTERN: dict[str, Any] = {"pattern": r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"}
 
 Path = Annotated[str, AfterValidator(_check_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
 Method = Annotated[str, AfterValidator(_check_method), Field(json_schema_extra=_TOKEN)]
 Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST_PATTERN)]
+Api = Annotated[str, AfterValidator(_check_api), Field(json_schema_extra={"enum": [*API_NAMES]})]
+Apis = Annotated[
+    Annotated[str, AfterValidator(_check_any), Field(json_schema_extra={"const": ANY_API}), Tag(OBJECT)]
+    | Annotated[Annotated[list[Api], Field(min_length=1)], Tag(LIST)],
+    Discriminator(lambda value: LIST if isinstance(value, list) else OBJECT),
+]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
@@ -193,6 +216,8 @@ class Selector(JsonObject):
     """Which requests a policy applies to: those that match every key; of the paths, one.
 
     Attributes:
+        apis: `any` for all paths on which a model answers, or a list of APIs: `anthropic`, `bedrock`, `gemini`, `ollama`,
+            `openai`. The end of the path tells, as in `/gateway/v1/messages`.
         pathExact: this path, without the query.
         pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/` everything.
         pathPrefixes: any of several such prefixes.
@@ -201,6 +226,7 @@ class Selector(JsonObject):
         routes: any of these Envoy route names.
     """
 
+    apis: Apis | None = None
     pathExact: Path | None = None  # noqa: N815  # the JSON key is the attribute
     pathPrefix: Path | None = None  # noqa: N815  # the JSON key is the attribute
     pathPrefixes: list[Path] | None = Field(default=None, min_length=1)  # noqa: N815  # as above
@@ -212,6 +238,14 @@ class Selector(JsonObject):
         """Every prefix, each once."""
         own = [self.pathPrefix] if self.pathPrefix is not None else []
         return list(dict.fromkeys([*own, *(self.pathPrefixes or ())]))
+
+    def list_apis(self) -> list[str]:
+        """The names of the APIs whose paths it selects; empty if any path will do."""
+        return API_NAMES if self.apis == ANY_API else list(dict.fromkeys(self.apis or ()))
+
+    def spans_apis(self) -> bool:
+        """Whether the API alone tells the paths."""
+        return self.apis is not None and self.pathExact is None and not self.list_prefixes()
 
 
 class Bypass(JsonObject):
@@ -281,9 +315,6 @@ class LoopDetection(SimilarityKeys):
 
 
 DEFAULT_DETECTOR = "default"
-
-OBJECT, LIST = "(object)", "(list)"
-"""Tags that pydantic adds to the places of errors below `loop_detection`, unlike any key; they are removed again."""
 
 Detections = Annotated[
     Annotated[LoopDetection, Tag(OBJECT)] | Annotated[Annotated[list[LoopDetection], Field(min_length=1)], Tag(LIST)],

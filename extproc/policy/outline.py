@@ -17,23 +17,26 @@ class SlimSelector:
     """A selector; None matches anything.
 
     Attributes:
+        apis: names of APIs; None matches any path.
         exact: the path.
         prefixes: of the path, each once.
     """
 
-    __slots__ = ("exact", "hosts", "methods", "prefixes", "routes")
+    __slots__ = ("apis", "exact", "hosts", "methods", "prefixes", "routes")
 
     def __init__(self, selector: Selector, shared: dict[Texts, Texts]) -> None:
         """Copy, since a text of a document would keep the document's memory allocated; equal lists share one copy."""
+        self.apis = _copy(selector.list_apis() or None, shared)
         self.exact = None if selector.pathExact is None else copy_text(selector.pathExact)
-        self.prefixes = tuple([copy_text(prefix) for prefix in selector.list_prefixes()])
+        prefixes = ["/"] if selector.spans_apis() else selector.list_prefixes()
+        self.prefixes = tuple([copy_text(prefix) for prefix in prefixes])
         self.hosts = _copy(selector.hosts, shared)
         self.methods = _copy(selector.methods, shared)
         self.routes = _copy(selector.routes, shared)
 
     def identify(self) -> tuple[object, ...]:
         """The same for selectors that match the same requests, whatever the order of their lists."""
-        lists = (self.prefixes, self.hosts, self.methods, self.routes)
+        lists = (self.apis, self.prefixes, self.hosts, self.methods, self.routes)
         return (self.exact, *[None if values is None else tuple(sorted(values)) for values in lists])
 
 

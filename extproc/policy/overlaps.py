@@ -1,6 +1,6 @@
 """Finds policies of different files that meet the same requests.
 
-Two selectors meet if their paths do and if they have a host, a method and a route in common, where both name any. Whether a
+Two selectors meet if their paths do and if they have an API, a host, a method and a route in common, where both name any. Whether a
 policy that selects by route alone meets one that selects by path is up to Envoy's routes, so this is not reported.
 """
 # interpreted: runs at load
@@ -105,7 +105,7 @@ def _list_ancestors(path: str) -> Iterator[str]:
 
 def meet(one: SlimSelector, other: SlimSelector) -> bool:
     """Whether two selectors may match the same request."""
-    pairs = ((one.hosts, other.hosts), (one.methods, other.methods), (one.routes, other.routes))
+    pairs = ((one.apis, other.apis), (one.hosts, other.hosts), (one.methods, other.methods), (one.routes, other.routes))
     return all(a is None or b is None or not set(a).isdisjoint(b) for a, b in pairs) and _paths_meet(one, other)
 
 

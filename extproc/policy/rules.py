@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from math import prod
 from typing import Any
 
-from extproc.apis import find_public_id
+from extproc.apis import API_NAMES, find_public_id
 from extproc.budgets.rule_keys import (
     DEFAULT_ANSWER,
     FALLBACK,
@@ -27,7 +27,7 @@ from extproc.decision import COMPLETION, NOTED, Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import Escalation, LoopKeys
 from extproc.objects import MAX_THRESHOLD, Place, is_annotation
-from extproc.policy.bundle import EVERYBODY, METHODS, SHADOW, Bypass, LoopDetection, Policy, Selector, Spec
+from extproc.policy.bundle import ANY_API, EVERYBODY, METHODS, SHADOW, Bypass, LoopDetection, Policy, Selector, Spec
 from extproc.policy.strict_json import write_pointer
 from extproc.request.http import order_first_of
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
@@ -50,7 +50,7 @@ _ANY = ("*", "ANY", "ALL")
 _FEW_CALLERS = 3
 _THRESHOLD = "threshold_identical_requests"
 _LOWEST = 2
-_ANCHORS = ("pathExact", "pathPrefix", "pathPrefixes", "routes")
+_ANCHORS = ("apis", "pathExact", "pathPrefix", "pathPrefixes", "routes")
 """A selector needs at least one of these."""
 
 _ALWAYS_THERE = frozenset({IP_ADDRESS, f"{HEADER}:host"})
@@ -97,12 +97,13 @@ def find_selector_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN
     if all(selector.get(key) is None for key in _ANCHORS):
         yield (
             ("selector",),
-            f"selector needs at least one of pathExact, pathPrefix and routes, but has {_list_keys(selector)}",
+            f"selector needs at least one of apis, pathExact, pathPrefix and routes, but has {_list_keys(selector)}",
         )
-    lists = [selector.get(key) for key in ("pathPrefixes", "hosts", "methods", "routes")]
+    lists = [API_NAMES if selector.get("apis") == ANY_API else selector.get("apis")]
+    lists += [selector.get(key) for key in ("pathPrefixes", "hosts", "methods", "routes")]
     combinations = prod([max(1, len(listed)) for listed in lists if isinstance(listed, list)])
     if combinations > MAX_COMBINATIONS:
-        many = f"hosts, methods and routes make {combinations} combinations, and at most {MAX_COMBINATIONS} are allowed"
+        many = f"apis, hosts, methods and routes make {combinations} combinations, and at most {MAX_COMBINATIONS} are allowed"
         yield ("selector",), f"{many}; split the policy, or leave one of them out to match any"
 
 
@@ -337,7 +338,8 @@ def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:
     selector = policy.spec.selector
     several = [(path, False) for path in selector.list_prefixes()]
     several += [(selector.pathExact, True)] if selector.pathExact is not None else []
-    shown = [find_public_id(path, exact=exact) for path, exact in several or [("/", False)]]  # a route may have any path
+    apis = selector.list_apis() or API_NAMES
+    shown = [find_public_id(path, apis, exact=exact) for path, exact in several or [("/", False)]]  # a route may have any path
     public = next((name for name in shown if name), "")
     for place, keys, what in _list_callers(policy) if public else ():
         credential = _find_credential(keys)

@@ -47,7 +47,7 @@ ANNOTATION = "unknown key; only description and x-... can be added"
 TOOL_KEYS = ("threshold", "window_calls", "reason", "allow")
 
 
-SELECTOR_KEYS = ("pathExact", "pathPrefix", "pathPrefixes", "methods", "hosts", "routes")
+SELECTOR_KEYS = ("apis", "pathExact", "pathPrefix", "pathPrefixes", "methods", "hosts", "routes")
 
 
 BYPASS_KEYS = ("header", "pathExact", "pathPrefix", "methods")
@@ -311,7 +311,7 @@ BODY_KEY = "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'bod
 BYPASSES_ALL = "needs at least one of header, pathExact, pathPrefix, methods, but has nothing; it would bypass everything"
 
 
-ANCHORS = "needs at least one of pathExact, pathPrefix and routes"
+ANCHORS = "needs at least one of apis, pathExact, pathPrefix and routes"
 
 
 def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
@@ -835,7 +835,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
         spec(selector={"methods": [1]}),
         [
             ("/spec/selector/methods/0", "it must be a string"),
-            ("/spec/selector", "selector needs at least one of pathExact, pathPrefix and routes, but has only methods"),
+            ("/spec/selector", "selector needs at least one of apis, pathExact, pathPrefix and routes, but has only methods"),
         ],
     ),
     (

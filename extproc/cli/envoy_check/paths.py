@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from extproc.apis import APIS
+from extproc.apis import SAMPLES
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.policy.bundle import is_below
 
@@ -40,7 +40,7 @@ _QUANTIFIERS = "?*{"
 _FOREIGN = re.compile(r"\[\[|\[:|\\[pPQECzZ]|\(\?(?!:|P<|[ims]+:)")
 """Syntax that RE2 and Python do not share, or read differently."""
 
-_SAMPLES = [f"{prefix}x" if prefix.endswith("/") else prefix for api in APIS for prefix in api.prefixes]
+_SAMPLES = [path for paths in SAMPLES.values() for path in paths]
 """Paths of model calls, to try expressions on."""
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from extproc.apis import write_regex
 from extproc.cli.envoy_check.config import Route
-from extproc.cli.envoy_check.paths import find_share, list_methods
+from extproc.cli.envoy_check.paths import PathPattern, find_share, list_methods, read_regex
 from extproc.policy.bundle import Selector, normalize_host
 
 Taken = tuple[Route, Route | None]
@@ -29,9 +30,11 @@ def find_taken(routes: Sequence[Route], selector: Selector, *, port: str = "") -
         return
     methods = selector.methods or ()
     if selector.pathExact is not None:
-        yield from _find_by_path(routes, selector.pathExact, methods, below=False)
+        yield from _find_by_path(routes, methods, PathPattern(selector.pathExact, ""))
     for prefix in selector.list_prefixes():
-        yield from _find_by_path(routes, prefix, methods, below=True)
+        yield from _find_by_path(routes, methods, prefix)
+    for api in selector.list_apis() if selector.spans_apis() else ():
+        yield from _find_by_path(routes, methods, read_regex(write_regex(api)))
 
 
 def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
@@ -54,19 +57,27 @@ def _rank(domain: str, host: str) -> int:
     return 2 * (host.endswith(inside) if domain.startswith("*") else host.startswith(inside))
 
 
-def _find_by_path(routes: Sequence[Route], path: str, methods: Sequence[str], *, below: bool) -> Iterator[Taken]:
-    done: set[str] = set()  # virtual hosts in which the path, or everything below it, has its route
+def _find_by_path(routes: Sequence[Route], methods: Sequence[str], aim: str | PathPattern) -> Iterator[Taken]:
+    """The routes for paths below a prefix, or for those of a pattern."""
+    done: set[str] = set()  # virtual hosts in which these paths have their route
     open_at: dict[str, Route] = {}  # by virtual host, the first route that may take them
     for route in routes:
         host, pattern, taken = route.around[0].pointer, route.pattern, list_methods(route.match)
-        answer = pattern.reaches(path) if below else pattern.takes(path)
+        answer = pattern.reaches(aim) if isinstance(aim, str) else pattern.meets(aim)
         if host in done or answer is False or not find_share(route.match) or (methods and taken and taken.isdisjoint(methods)):
             continue
         if answer is None or route.chosen:
             open_at.setdefault(host, route)
         yield route, open_at.get(host)
-        if answer and not route.conditions and (not below or pattern.covers(path)):
+        every = pattern.covers(aim) if isinstance(aim, str) else pattern.includes(aim)
+        if answer and every and (not route.conditions or _takes_methods(route, methods)):
             done.add(host)
+
+
+def _takes_methods(route: Route, methods: Sequence[str]) -> bool:
+    """Whether the methods are all that the route asks for beside the path, and it takes these."""
+    asked = [header.get("name").text() for header in route.match.get("headers").items()]
+    return route.conditions == ["headers"] and asked == [":method"] and {*methods} == list_methods(route.match)
 
 
 def share_upstream(route: Route, other: Route) -> bool | None:

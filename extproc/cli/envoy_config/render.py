@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
+from extproc.apis import write_regex
 from extproc.cli.envoy_config.options import EnvoyOptions, is_ip
 from extproc.cli.envoy_config.routes import GuardedPath, plan_routes
 from extproc.cli.envoy_config.template import cut_parts, fill
@@ -180,6 +181,8 @@ def _render_route(route: GuardedPath, action: str, shown: Mapping[str, str | boo
 
 def _write_match(route: GuardedPath) -> str:
     """Envoy's `RouteMatch`, which matches what selectors do."""
+    if route.api:
+        return f"{{safe_regex: {{regex: {_quote(write_regex(route.api))}}}}}"
     if "%" in route.path:
         return f"{{safe_regex: {{regex: {_quote(_write_regex(route))}}}}}"
     if route.exact:

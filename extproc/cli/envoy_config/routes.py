@@ -11,12 +11,21 @@ from extproc.policy.loader import PolicySet
 
 
 class GuardedPath(NamedTuple):
-    """A path that Envoy sends to Loopguard, with all below it unless `exact`, for some policies, and its route's name."""
+    """Paths that Envoy sends to Loopguard.
+
+    Attributes:
+        path: the path; empty if the API or the name tells.
+        exact: without what is below it.
+        policies: ids of the policies that need it.
+        name: of its route.
+        api: name of the API whose paths these are, whatever they begin with.
+    """
 
     path: str
     exact: bool
     policies: tuple[str, ...]
     name: str
+    api: str = ""
 
 
 class _Anchor(NamedTuple):
@@ -24,19 +33,20 @@ class _Anchor(NamedTuple):
 
     path: str
     exact: bool
+    api: str = ""
 
     def list_around(self) -> Iterator[_Anchor]:
         """This anchor and every prefix that its requests have, longest first."""
         yield self
-        yield _Anchor(self.path, exact=False)
+        yield _Anchor(self.path or "/", exact=False)
         for end in range(len(self.path) - 1, -1, -1):
             if self.path[end] == "/":
                 yield _Anchor(self.path[: end + 1], exact=False)
                 yield _Anchor(self.path[:end], exact=False)
 
     def rank(self) -> tuple[bool, int]:
-        """Order anchors as Envoy has to try them: exact paths, then prefixes, longest first."""
-        return not self.exact, -len(self.path)
+        """Order anchors as Envoy has to try them: exact paths, then prefixes, longest first, and APIs before `/`."""
+        return not self.exact, -len(self.path or "/x")
 
 
 _EVERYWHERE = _Anchor("/", exact=False)
@@ -61,7 +71,7 @@ def plan_routes(policies: PolicySet) -> list[GuardedPath]:
         users.setdefault(_EVERYWHERE, []).extend(homeless)
         names[_EVERYWHERE] = _choose_name_of_everywhere(homeless, users[_EVERYWHERE])
     return [
-        GuardedPath(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names))
+        GuardedPath(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names), anchor.api)
         for anchor in sorted(users, key=_Anchor.rank)
     ]
 
@@ -72,6 +82,8 @@ def _find_anchors(policy: Policy) -> Iterator[_Anchor]:
         yield _Anchor(selector.pathExact, exact=True)
     for prefix in selector.list_prefixes():
         yield _Anchor(prefix, exact=False)
+    for api in selector.list_apis() if selector.spans_apis() else ():  # else all requests of its paths are sent
+        yield _Anchor("", exact=False, api=api)
 
 
 def _list_wanted_names(policy: Policy) -> Sequence[str]:
@@ -89,7 +101,7 @@ def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
     if not common:
         told = ", ".join(f"{policy.id} ({' or '.join(_list_wanted_names(policy))})" for policy in asking)
         raise UsageError(
-            f"--policy: the path {anchor.path} can have one route name, but its policies ask for different ones: {told}; "
+            f"--policy: the path {anchor.path or anchor.api} can have one route name, but its policies ask for different ones: {told}; "
             "let them share a name, or leave `routes` out"
         )
     return common
@@ -109,4 +121,4 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
 def _name(anchor: _Anchor, names: Mapping[_Anchor, str]) -> str:
     """A route's name: its own, else that of the nearest enclosing path, whose policies also match this route's requests."""
     name = next((names[around] for around in anchor.list_around() if names.get(around)), "")
-    return name or f"guarded:{anchor.path}{'' if anchor.exact else '*'}"
+    return name or f"guarded:{anchor.api or anchor.path}{'' if anchor.exact or anchor.api else '*'}"

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from extproc.apis import write_regex
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
 from extproc.cli.envoy_config.routes import GuardedPath, plan_routes
@@ -95,7 +96,13 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tu
 
 def _name_routes(routes: Sequence[GuardedPath]) -> str:
     """Describe how to find the routes to guard among all routes."""
-    if not routes[0].path:
+    if not (routes[0].path or routes[0].api):
         return f"the routes named {', '.join(route.name for route in routes)}"
-    lines = (f"\n#    {route.path}{'' if route.exact else ' and below'}, for {', '.join(route.policies)}" for route in routes)
+    lines = (f"\n#    {_describe_path(route)}, for {', '.join(route.policies)}" for route in routes)
     return "every route for one of these paths" + "".join(lines)
+
+
+def _describe_path(route: GuardedPath) -> str:
+    if route.api:
+        return f"safe_regex {write_regex(route.api)} ({route.api})"
+    return f"{route.path}{'' if route.exact else ' and below'}"

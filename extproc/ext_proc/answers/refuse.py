@@ -189,7 +189,7 @@ def _frame(refusal: Refusal, request: HttpRequest, content: Content, answer: str
     """Write a refusal as an error of the called API or, if there is an answer and the API can, as this answer of its model."""
     question = Question(request, content)
     endpoint, framed = find_endpoint(question), None
-    if answer:
+    if answer and endpoint.complete is not None:
         framed = endpoint.complete(Completion(answer, question.model, uuid4().hex, int(time())), question)
     return framed or endpoint.write_error(refusal, question)
 

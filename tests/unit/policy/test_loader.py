@@ -301,7 +301,9 @@ def test_a_selector_of_too_many_combinations_is_refused() -> None:
     (error,) = refused(spec(selector=selector))
 
     assert error.pointer == "/spec/selector"
-    assert error.message.startswith("hosts, methods and routes make 10100 combinations, and at most 10000 are allowed; split")
+    assert error.message.startswith(
+        "apis, hosts, methods and routes make 10100 combinations, and at most 10000 are allowed; split"
+    )
 
 
 @pytest.mark.parametrize(("document", "expected"), DOCUMENTS)
@@ -325,7 +327,7 @@ def test_every_error_of_every_file_is_reported_at_once() -> None:
         "0: /policies/1/id: id must be a string, not 1",
         "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
         "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
-        "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, but has nothing",
+        "3: /spec/selector: selector needs at least one of apis, pathExact, pathPrefix and routes, but has nothing",
         "3: /id: duplicate id 'p', also at 0 /policies/0/id; ids are unique across all files",
     ]
 

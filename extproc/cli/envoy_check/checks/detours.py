@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from extproc.apis import SAMPLES, name_api
 from extproc.cli.envoy_check.config import Guard, HttpFilter, Route, is_on, list_said, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
@@ -105,6 +106,8 @@ def _list_unguarded(guard: Guard) -> list[Route]:
 def _selects(selector: Selector, path: str, route: str) -> bool:
     if selector.routes and not _list_paths(selector, every=True):
         return route in selector.routes
+    if selector.spans_apis():
+        return name_api(path) in selector.list_apis()
     prefixes = [PathPattern(prefix, ANYTHING if prefix.endswith("/") else BELOW) for prefix in selector.list_prefixes()]
     return path == selector.pathExact or any(prefix.takes(path) for prefix in prefixes)
 
@@ -112,6 +115,7 @@ def _selects(selector: Selector, path: str, route: str) -> bool:
 def _list_paths(selector: Selector, *, every: bool = False) -> list[str]:
     """The paths at whose end a path parameter makes another path, or all."""
     paths = [selector.pathExact or "", *selector.list_prefixes()]
+    paths += [path for api in selector.list_apis() if selector.spans_apis() for path in SAMPLES[api]]
     return [path for path in paths if path and (every or not path.endswith("/"))]
 
 
