@@ -33,7 +33,7 @@ from typing import Any
 import helm_python
 import yaml
 
-from extproc.apis import API_NAMES, write_regex
+from extproc.apis import API_NAMES, write_header_regex
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import write_shared_parts
 from extproc.options import read_options
@@ -507,26 +507,26 @@ def keep_health(cluster: str) -> str:
 
 
 def skip_others() -> str:
-    """A matcher that skips all requests but those to model APIs. `:path` is with the query."""
-    header = {
-        "@type": "type.googleapis.com/envoy.type.matcher.v3.HttpRequestHeaderMatchInput",
-        "header_name": ":path",
-    }
+    """A matcher that skips all requests but those to model APIs, as YAML."""
+    kinds = "type.googleapis.com/envoy"
     predicates = [
         {
             "single_predicate": {
-                "input": {"name": "path", "typed_config": header},
-                "value_match": {"safe_regex": {"google_re2": {}, "regex": f"{write_regex(name)}{QUERY}"}},
+                "input": {
+                    "name": "path",
+                    "typed_config": {"@type": f"{kinds}.type.matcher.v3.HttpRequestHeaderMatchInput", "header_name": ":path"},
+                },
+                "value_match": {"safe_regex": {"google_re2": {}, "regex": write_header_regex(name)}},
             }
         }
         for name in API_NAMES
     ]
-    skip = {"@type": "type.googleapis.com/envoy.extensions.filters.common.matcher.action.v3.SkipFilter"}
+    skip = {"@type": f"{kinds}.extensions.filters.common.matcher.action.v3.SkipFilter"}
     matcher = {
         "predicate": {"not_matcher": {"or_matcher": {"predicate": predicates}}},
         "on_match": {"action": {"name": "skip", "typed_config": skip}},
     }
-    return yaml.safe_dump({"matcher_list": {"matchers": [matcher]}}, sort_keys=False)
+    return yaml.safe_dump({"matcher_list": {"matchers": [matcher]}}, sort_keys=False, width=1000)
 
 
 def generated(chart: Path = CHART) -> dict[Path, str]:

@@ -279,9 +279,22 @@ PROBLEMS: list[tuple[Values, str]] = [
         "istio.listenerPort=8080 is no listener of istio.context=SIDECAR_INBOUND, where one takes in every port: leave it out.",
     ),
     row(
-        {"istio": ON},
-        "istio.enabled guards nothing, as long as no route is named: name some in istio.routes, such as [{name: chat}];",
-        "`istioctl proxy-config routes POD -o json` has what they are called as virtualHosts[].routes[].name.",
+        {"istio": ON, **with_policies(policy("tools", {"pathPrefix": "/mcp"}))},
+        "policies.bundle: policy tools selects requests by more than `apis`, and with no istio.routes only requests of model",
+        "APIs are shown to Loopguard: add `apis: any` to its selector, or name its routes in istio.routes, such as",
+        "[{name: chat}].",
+    ),
+    *(
+        row(
+            {"istio": ON, **changes},
+            "envoy.bodyMode=tolerant, envoy.shadowMode=partial and envoy.usage=exact change the routes that are guarded: name",
+            "these in istio.routes, such as [{name: chat}].",
+        )
+        for changes in (
+            {"envoy": {"bodyMode": "tolerant"}},
+            {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}},
+            {"envoy": {"usage": "exact"}},
+        )
     ),
     row(
         {"istio": {"enabled": True, "routes": [{"name": "chat"}]}},
@@ -425,6 +438,8 @@ def test_every_problem_is_told_at_once() -> None:
         GUARDED,
         with_policies(expires_at="2999-01-01T00:00:00Z"),
         with_policies(global_shadow={"enabled": False, "expires_at": "2020-01-01T00:00:00Z"}),
+        {"istio": ON},
+        {"istio": ON, **with_policies(policy("claude", {"apis": ["anthropic"], "pathPrefix": "/team-a"}))},
         {"istio": {**ON, "routes": [{"name": "a", "virtualHost": host} for host in ("g:80", "h:80")]}},
         merged(ISTIO, throttle(), {"envoy": {"requestTimeoutSeconds": 0, "idleTimeoutSeconds": 0}}),
         merged(GATEWAY, throttle(), {"envoy": {"idleTimeoutSeconds": 1}}),

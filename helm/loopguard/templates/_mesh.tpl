@@ -58,7 +58,7 @@ typed_config:
   {{- include "loopguard.processor" . | nindent 2 }}
   {{- else }}
   "@type": type.googleapis.com/envoy.extensions.common.matching.v3.ExtensionWithMatcher
-  xds_matcher: {{- .root.Files.Get "envoy/apis.yaml" | nindent 4 }}
+  xds_matcher: {{- .root.Files.Get "envoy/apis.yaml" | trim | nindent 4 }}
   extension_config:
     name: envoy.filters.http.ext_proc
     typed_config: {{- include "loopguard.processor" . | nindent 6 }}

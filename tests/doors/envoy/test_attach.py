@@ -252,7 +252,7 @@ def test_steering_beside_tolerant_routes() -> None:
 
 def count_streams(made: Stack) -> int:
     """How often Envoy has asked Loopguard."""
-    found = re.search(r"^http\.\w+\.ext_proc\.streams_started: (\d+)$", made.envoy.admin("/stats"), re.MULTILINE)
+    found = re.search(r"^http\.\w+\.ext_proc\.loopguard\.streams_started: (\d+)$", made.envoy.admin("/stats"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
