@@ -153,15 +153,13 @@ def name_api(path: str) -> str:
 
 def write_regex(name: str) -> str:
     """The whole paths of an API on which a model answers, as an expression that Python and Envoy's RE2 read alike."""
-    patterns = [
-        pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]
-    ]  # linear in RE2 anyway
-    start = commonprefix(patterns)  # Envoy before 1.40 takes expressions of at most 100 instructions
+    patterns = [pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]]
+    start = commonprefix(patterns)  # noqa: RUF071  # of texts; Envoy before 1.40 takes at most 100 instructions
     return f".*{start}(?:{'|'.join([pattern.removeprefix(start) for pattern in patterns])})/?"
 
 
 def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
-    """See `Api.public_id`, of one of these APIs that clients may call on this path or, unless `exact`, below it; empty for none."""
+    """See `Api.public_id`, of one of these APIs, if clients may call it on this path or, unless `exact`, below it; else empty."""
     for api in APIS:
         if api.public_id and api.name in apis:
             known = any(re.search(pattern, path) for pattern in api.paths)
