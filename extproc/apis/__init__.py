@@ -97,7 +97,7 @@ for _api in APIS:
     OWN_PLACES.extend([(re.compile(pattern).search, _api.credentials) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
-_COMPLETING: Final[dict[str, list[str]]] = {}
+_COMPLETING: Final[dict[str, list[str]]] = {}  # by the name of an API, patterns of paths on which a model answers
 for _api in APIS:
     _COMPLETING.setdefault(_api.name, []).extend([pattern for pattern, endpoint in _api.paths.items() if endpoint.complete])
 _COMPLETING.pop("")  # of protocols that no model speaks
@@ -159,7 +159,7 @@ def write_regex(name: str) -> str:
 
 
 def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
-    """See `Api.public_id`, of one of these APIs, if clients may call it on this path or, unless `exact`, below it; else empty."""
+    """See `Api.public_id`, of one of these APIs that clients may call on this path, or below it unless `exact`; else empty."""
     for api in APIS:
         if api.public_id and api.name in apis:
             known = any(re.search(pattern, path) for pattern in api.paths)
