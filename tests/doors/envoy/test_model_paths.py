@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -92,9 +93,13 @@ def test_narrowed_api_keeps_its_path_as_route() -> None:
 
     routes = find(yaml.safe_load(bootstrap(narrowed)), ROUTES)
     with stack(narrowed) as running:
-        for path in ("/team/v1/messages", "/team/v1/messages/count_tokens"):
+        for path in ("/team/v1/messages", "/team/v1/messages/count_tokens", "/team/v1/responses"):
             running.send(path, method="POST", body=BODY, headers={"x-user-id": "ann"})
         counted, unmatched = running.loopguard.metric("requests_total"), running.loopguard.metric("unmatched_total")
+        findings = httpx.get(f"{running.loopguard.admin_url}/coverage").json()["findings"]
 
     assert [route["match"] for route in routes] == [{"path_separated_prefix": "/team"}, {"prefix": "/"}]
-    assert (counted, unmatched) == (1, 1)
+    assert (counted, unmatched) == (1, 2)
+    assert [each["text"] for each in findings if each["reason"] == "unmatched_calls"] == [
+        "no policy matches 1 model call, which are not guarded"
+    ]
