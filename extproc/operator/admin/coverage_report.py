@@ -303,9 +303,8 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
         found.append(_describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched))
     if calls := recent.get(UNMATCHED_CALLS, 0):
         text = f"no policy matches {count(calls, 'model call')}, which are not guarded"
-        found.append(
-            _describe(PROBLEM, "unmatched_calls", text, '"selector": {"apis": "any"} matches them on every path', calls)
-        )
+        change = 'a policy with "selector": {"apis": "any"} matches them on every path'
+        found.append(_describe(PROBLEM, "unmatched_calls", text, change, calls))
     if state.watching:
         found.append(_describe(NOTE, "watching", "no policy is given, so the preset `agents` only watches", HOW_TO_ENFORCE))
     elif not state.acting:
