@@ -97,7 +97,7 @@ for _api in APIS:
     OWN_PLACES.extend([(re.compile(pattern).search, _api.credentials) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
-_COMPLETING: Final[dict[str, list[str]]] = {}
+_COMPLETING: Final[dict[str, list[str]]] = {}  # by the name of an API, patterns of paths on which a model answers
 for _api in APIS:
     _COMPLETING.setdefault(_api.name, []).extend([pattern for pattern, endpoint in _api.paths.items() if endpoint.complete])
 _COMPLETING.pop("")  # of protocols that no model speaks
@@ -153,10 +153,8 @@ def name_api(path: str) -> str:
 
 def write_regex(name: str) -> str:
     """The whole paths of an API on which a model answers, as an expression that Python and Envoy's RE2 read alike."""
-    patterns = [
-        pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]
-    ]  # linear in RE2 anyway
-    start = commonprefix(patterns)  # Envoy before 1.40 takes expressions of at most 100 instructions
+    patterns = [pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]]
+    start = commonprefix(patterns)  # noqa: RUF071  # of texts; Envoy before 1.40 takes at most 100 instructions
     return f".*{start}(?:{'|'.join([pattern.removeprefix(start) for pattern in patterns])})/?"
 
 
@@ -166,7 +164,7 @@ def write_header_regex(name: str) -> str:
 
 
 def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
-    """See `Api.public_id`, of one of these APIs that clients may call on this path or, unless `exact`, below it; empty for none."""
+    """See `Api.public_id`, of one of these APIs that clients may call on this path, or below it unless `exact`; else empty."""
     for api in APIS:
         if api.public_id and api.name in apis:
             known = any(re.search(pattern, path) for pattern in api.paths)

@@ -265,7 +265,7 @@ API: Final = Api(
         r"/chat/completions\Z": _CHAT._replace(ask_usage=ask_usage),
         r"/completions\Z": Endpoint(write_error, complete_text, ask_usage=ask_usage),
     },
-    # Of OpenAI, with and without its base path, of Azure OpenAI and Azure AI, of OpenRouter, Fireworks, Model Studio and gateways.
+    # Of OpenAI, with and without its base path, of Azure, OpenRouter, Fireworks, Model Studio, and gateways.
     samples=(
         "/v1/chat/completions",
         "/v1/completions",

@@ -32,6 +32,7 @@ _ITEMS_AT_ONCE = 1_000
 """Items indexed before other threads get their turn: compiled code would keep the interpreter lock until the end."""
 
 _Key = tuple[str, str | None, str | None, str | None, str | None]  # anchor, host, method, route, API; None: any
+_Fields = tuple[str, str, str, str]  # host, method, route, API of a request
 _Shape = tuple[bool, bool, bool, bool]  # names a host, names a method, names a route, names an API
 
 
@@ -215,11 +216,12 @@ class _Table:
             else:
                 self.places[filed] = [place]
 
-    def find(self, anchor: str, host: str, method: str, route: str, api: str, found: list[int]) -> None:
+    def find(self, anchor: str, fields: _Fields, found: list[int]) -> None:
         """Add the places of the items that match this request to `found`."""
         shapes = self.shapes.get(anchor)
         if shapes is None:
             return
+        host, method, route, api = fields
         for by_host, by_method, by_route, by_api in shapes:
             kept_method, kept_route = method if by_method else None, route if by_route else None
             filed = self.places.get((anchor, host if by_host else None, kept_method, kept_route, api if by_api else None))
@@ -272,12 +274,13 @@ class Index(Generic[Item]):
         api = name_api(path) if self.uses_apis else ""
         found: list[int] = []
         for name in self._methods if method is None else (method,):
-            self._exact.find(path, host, name, route, api, found)
+            fields = (host, name, route, api)
+            self._exact.find(path, fields, found)
             if self._depth:
                 for prefix in self._prefixes(path):
-                    self._prefix.find(prefix, host, name, route, api, found)
+                    self._prefix.find(prefix, fields, found)
             if self._anywhere.shapes:
-                self._anywhere.find("", host, name, route, api, found)
+                self._anywhere.find("", fields, found)
         if len(found) > 1:  # an item with both anchors may be in it twice
             found = sorted(set(found))
         return [self._items[place] for place in found]

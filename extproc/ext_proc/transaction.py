@@ -201,7 +201,7 @@ class Transaction:
             service.reporter.probes.note_match(request, matched)
         if evaluation is None:
             service.metrics.unmatched.inc()
-            service.reporter.coverage.unmatched += 1
+            service.reporter.coverage.note_unmatched(request)
         elif service.settings.record:
             self._record = record_head(request, facts, evaluation.plans, plain=service.reporter.show_callers)
         return evaluation

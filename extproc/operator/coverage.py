@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import time
 from typing import Final, TypeAlias
 
+from extproc.apis import name_api
 from extproc.engine.evaluation import CandidateGroup, Evaluation
 from extproc.metrics import Decisions
 from extproc.operator.coverage_rows import (
@@ -21,9 +22,11 @@ from extproc.operator.coverage_rows import (
     SHARED,
     UNGUARDED,
     UNMATCHED,
+    UNMATCHED_CALLS,
     CoverageDocument,
     CoverageRow,
 )
+from extproc.request.http import HttpRequest
 
 BY_DESIGN: Final = {
     "bypass": "match an entry of the policy's bypass",
@@ -76,6 +79,12 @@ class Coverage:
     def changes(self) -> int:
         """The number of requests."""
         return self.requests + self.unmatched
+
+    def note_unmatched(self, request: HttpRequest) -> None:
+        """Note a request that no policy matches."""
+        self.unmatched += 1
+        if request.method == "POST" and name_api(request.path):
+            self._add(_name(UNMATCHED_CALLS))
 
     def note(self, evaluation: Evaluation) -> None:
         """Note a request that some policy does not count, or not with all of its detectors."""

@@ -15,6 +15,7 @@ from extproc.operator.board import fit
 
 REQUESTS: Final = "requests"
 UNMATCHED: Final = "unmatched"
+UNMATCHED_CALLS: Final = "unmatched model calls"
 COUNTED: Final = "counted"
 PARTLY: Final = "partly guarded"
 UNGUARDED: Final = "not guarded"

@@ -1,7 +1,7 @@
 """Finds policies of different files that meet the same requests.
 
-Two selectors meet if their paths do and if they have an API, a host, a method and a route in common, where both name any. Whether a
-policy that selects by route alone meets one that selects by path is up to Envoy's routes, so this is not reported.
+Two selectors meet if their paths do and if they have an API, a host, a method and a route in common, where both name any.
+Whether a policy that selects by route alone meets one that selects by path is up to Envoy's routes, so this is not reported.
 """
 # interpreted: runs at load
 

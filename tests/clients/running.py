@@ -28,6 +28,9 @@ _MOST_SECONDS: Final = 240
 _AFTER_REFUSAL: Final = 60
 """Seconds that a client may run, in all and after it was refused; then it is killed."""
 
+_PREFIXES: Final = {"obey": "/gateway", "work": "/teams/a/llm"}
+"""What stands before the API's own path, by script, as behind a gateway; nothing in the other scripts."""
+
 _FOLDER_OF_COMMANDS: Final = {NPM: "node_modules/.bin"}
 _MARK: Final = "recursive_loop_detected"
 _OF_TERMINALS: Final = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\s│┃|╎]+")
@@ -135,7 +138,7 @@ def run(zoo: Zoo, script: str) -> Run:
             (work / f"file{number}.txt").write_text(f"Chapter {number}\n" + f"The story of the {number}. day. " * number + "\n")
         zoo.model.begin(script, str(work))
         known = {
-            "{url}": f"http://127.0.0.1:{envoy.port}",
+            "{url}": f"http://127.0.0.1:{envoy.port}{_PREFIXES.get(script, '')}",
             "{key}": f"sk-ant-{client.name.replace('/', '-')}-{script}",
             "{home}": str(home),
             "{work}": str(work),

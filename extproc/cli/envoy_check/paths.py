@@ -98,10 +98,11 @@ class PathPattern:
 
     def includes(self, other: PathPattern) -> bool | None:
         """Whether it takes every path that another one takes; None if that cannot be judged."""
-        if self.never or other.never or not self._begins(other.literal, self.literal):
+        everything = self.rest in (ANYTHING, BELOW) and self.literal in ("", "/")
+        if self.never or other.never or not (everything or self._begins(other.literal, self.literal)):
             return False
-        if self.rest is None or other.rest is None:
-            return None
+        if everything or self.rest is None or other.rest is None:
+            return True if everything else None
         if other.folds and not self.folds and _has_letters(self.literal + ("" if self.rest in _WIDE else self.rest)):
             return False
         if other.rest == "":

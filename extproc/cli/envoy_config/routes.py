@@ -101,8 +101,8 @@ def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
     if not common:
         told = ", ".join(f"{policy.id} ({' or '.join(_list_wanted_names(policy))})" for policy in asking)
         raise UsageError(
-            f"--policy: the path {anchor.path or anchor.api} can have one route name, but its policies ask for different ones: {told}; "
-            "let them share a name, or leave `routes` out"
+            f"--policy: the path {anchor.path or anchor.api} can have one route name, but its policies ask for different ones: "
+            f"{told}; let them share a name, or leave `routes` out"
         )
     return common
 

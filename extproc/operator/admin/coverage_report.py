@@ -32,6 +32,7 @@ from extproc.operator.coverage_rows import (
     REQUESTS,
     UNGUARDED,
     UNMATCHED,
+    UNMATCHED_CALLS,
     CoverageDocument,
     CoverageRow,
 )
@@ -290,6 +291,7 @@ def _suggest_key(keys: list[str]) -> str:
 def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str, Any]]:
     """Problems and notes about the server as a whole."""
     seen = {row.reason: row.total for row in document.rows if not row.policy}
+    recent = {row.reason: row.recent for row in document.rows if not row.policy}
     matched, unmatched = seen.get(REQUESTS, 0), seen.get(UNMATCHED, 0)
     found = []
     if not matched + unmatched:
@@ -299,6 +301,10 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
     elif not matched:
         text = f"no policy matches any of {count(unmatched, 'request')}"
         found.append(_describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched))
+    if calls := recent.get(UNMATCHED_CALLS, 0):
+        text = f"no policy matches {count(calls, 'model call')}, which are not guarded"
+        change = 'a policy with "selector": {"apis": "any"} matches them on every path'
+        found.append(_describe(PROBLEM, "unmatched_calls", text, change, calls))
     if state.watching:
         found.append(_describe(NOTE, "watching", "no policy is given, so the preset `agents` only watches", HOW_TO_ENFORCE))
     elif not state.acting:
