@@ -204,4 +204,4 @@ def istio(
 def count_missed(made: Stack) -> int:
     """Requests that passed without an answer, or that waited for one in vain."""
     names = "failure_mode_allowed|message_timeouts"
-    return sum(int(found) for found in re.findall(rf"ext_proc\.(?:{names}): (\d+)", made.envoy.admin("/stats")))
+    return sum(int(found) for found in re.findall(rf"ext_proc\.(?:\S+\.)?(?:{names}): (\d+)", made.envoy.admin("/stats")))

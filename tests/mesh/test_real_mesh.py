@@ -40,7 +40,7 @@ from tests.support.chart import Object, Values, merged, objects, of_kind
 from tests.support.chart.istio import LEFT
 from tests.support.check_envoy import found as check
 from tests.support.check_envoy import report
-from tests.support.documents import bundle
+from tests.support.documents import bundle, policy
 from tests.support.envoy_config import verdict
 from tests.support.harness import Loopguard, Stack, eventually, write_policies
 from tests.support.meshes import BUILT, FILTER, USER, cluster_names, each_istio, envoy_filter, statuses
@@ -64,6 +64,24 @@ def test_a_loop_is_refused(gateway: Stack) -> None:
     assert statuses(gateway, "/chat", 3, body=b"same") == [200, 200, 429]
     assert statuses(gateway, "/rest", 4, body=b"same") == [200] * 4
     assert gateway.loopguard.metric("unmatched_total") == before
+
+
+def test_no_route_needs_a_name() -> None:
+    """Requests to model APIs are guarded, and their clients warned, on any route; others are not shown, however large."""
+    by_api = policy("models", {"apis": "any"}, action="warn", limit_keys=["header:x-user-id"], threshold_identical_requests=2)
+    values = merged(VALUES, {"policies": {"bundle": bundle(by_api)}, "istio": {"routes": []}})
+    with istio(values) as made:
+        eventually(lambda: made.envoy.stat(f"cluster.{CLUSTER};.membership_healthy") == 1, "a pod")
+
+        calls = [
+            made.send(f"/{route}/v1/messages", method="POST", body=b"{}", headers=USER) for route in ("chat", "rest", "rest")
+        ]
+        uploads = statuses(made, "/files", 4, body=b"x" * 12_000_000)
+
+        assert [answer.headers.get("x-fairvisor-warning") for answer in calls] == [None, None, "loop_warn"]
+        assert uploads == [200] * 4
+        assert made.loopguard.metric("unmatched_total") == 0
+        assert [code for code, _, hurts in check(json.loads(made.envoy.admin("/config_dump")), bundle(by_api)) if hurts] == []
 
 
 def test_routes_hand_over_their_policies(gateway: Stack) -> None:
@@ -161,10 +179,12 @@ def test_a_body_under_way_when_loopguard_dies() -> None:
             b"POST /files/counted/close HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\ncontent-length: 3000000\r\n\r\n"
             + body[:2_000_000]
         )
-        eventually(lambda: "ext_proc.stream_msgs_received: 1" in made.envoy.admin("/stats"), "the answer to its headers")
+        eventually(
+            lambda: f"ext_proc.{FILTER}.stream_msgs_received: 1" in made.envoy.admin("/stats"), "the answer to its headers"
+        )
 
         made.loopguard.signal(signal.SIGKILL)
-        eventually(lambda: "ext_proc.failure_mode_allowed: 1" in made.envoy.admin("/stats"), "the end of its stream")
+        eventually(lambda: f"ext_proc.{FILTER}.failure_mode_allowed: 1" in made.envoy.admin("/stats"), "the end of its stream")
         client.sendall(body[2_000_000:])
 
         assert client.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
@@ -220,7 +240,7 @@ def write_surroundings(values: Values) -> Iterator[Object]:
     }
     to_model = [{"destination": {"host": "llm.example.com", "port": {"number": 443}}}]
     hosts: dict[str, list[str]] = {}
-    for route in values["istio"]["routes"]:
+    for route in values["istio"].get("routes", [{"name": "any"}]):
         hosts.setdefault(route.get("virtualHost", "*").partition(":")[0], []).append(route["name"])
     for number, (host, names) in enumerate(hosts.items()):
         yield {
@@ -260,7 +280,8 @@ def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None
 
     made = inspect(find_resources(ConfigPlace(pushed)), find_needs(None, 65_535))
     guarded = {item.route.name for item in made.routes if item.modes}
-    wanted = {route["name"] for route in values["istio"]["routes"]}
+    named = {route["name"] for route in values["istio"].get("routes", ())}
+    wanted = named or {"default" if values["istio"].get("context") == "SIDECAR_INBOUND" else "any"}
     asked = set(cluster_names(envoy_filter(values)))
     clusters = {item["name"]: item for item in pushed["resources"] if item["@type"].endswith(".Cluster")}
     assert guarded == wanted

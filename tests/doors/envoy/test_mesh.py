@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,8 @@ def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -
             return json.dumps(made)
 
         with stack(policies, *arguments, edit=edit, **more) as made:
+            for name in cluster_names(envoy_filter(values)):
+                eventually(partial(made.envoy.stat, f"cluster.{name}.membership_healthy"), name)
             yield made
 
 

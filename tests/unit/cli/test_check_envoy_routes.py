@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from extproc.cli.main import main
+from tests.support import ROOT
 from tests.support.check_envoy import CHAT, MANAGER, Json, find, found, report, run
 from tests.support.documents import bundle, policy
 from tests.support.routes import (
@@ -201,6 +203,20 @@ def test_a_matcher_that_clients_control_is_found() -> None:
     assert codes(wrapped(good(), header("x-skip"))) == codes(wrapped(good(), query)) == [("skipped", True)]
     assert codes(wrapped(good(), header(":path"))) == codes(wrapped(good(), metadata)) == [("not-judged", False)]
     assert codes(wrapped(good(), header("x-skip"), skips=False)) == []
+
+
+def test_the_chart_s_matcher_is_understood() -> None:
+    """It skips what calls no model: a problem only for policies that select other requests."""
+    document = wrapped(good(), header(":path"))
+    matcher = yaml.safe_load((ROOT / "helm" / "loopguard" / "envoy" / "apis.yaml").read_text())
+    find(document, f"{FILTER}/typed_config")["xds_matcher"] = matcher
+    by_api = bundle(policy("models", {"apis": "any", "pathPrefix": "/chat"}, limit_keys=["header:x"]))
+    lacking = copy.deepcopy(document)
+    find(lacking, f"{FILTER}/typed_config/xds_matcher/matcher_list/matchers/0/predicate/not_matcher/or_matcher/predicate").pop()
+
+    assert codes(document) == codes(document, by_api) == []
+    assert codes(document, CHAT) == [("skipped", True)]
+    assert codes(lacking) == [("not-judged", False)]
 
 
 def test_a_route_s_matcher_is_found() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from extproc.apis import SAMPLES, name_api
+from extproc.apis import API_NAMES, SAMPLES, name_api, write_header_regex
 from extproc.cli.envoy_check.config import Guard, HttpFilter, Route, is_on, list_said, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
@@ -128,12 +128,26 @@ def check_matchers(guard: Guard) -> Iterator[Finding]:
         if not any(inner.message()[0].endswith(".SkipFilter") for inner in place.walk()):
             continue
         sent = _list_inputs(place)
-        if any(not name.startswith(":") for name in sent):
+        if sent == [":path"] and _shows_apis(place):
+            others = [identity for identity, selector in guard.needs.selectors if selector.apis is None]
+            if others:
+                problem = f"the matcher around {guard.filter.name} shows it only requests to model APIs, and policies select"
+                problem += f" others: {', '.join(others)}"
+                yield Finding("skipped", place, problem, "no matcher, and the routes of these policies guarded", routes)
+        elif any(not name.startswith(":") for name in sent):
             problem = f"the matcher around {guard.filter.name} can skip it: a client chooses {' and '.join(sent)}"
             yield Finding("skipped", place, problem, "no matcher that skips it", routes)
         else:
             told = f" by {' and '.join(sent)}" if sent else ""
             yield report_unknown(place, f"which requests the matcher around {guard.filter.name} skips{told}", routes)
+
+
+def _shows_apis(matcher: ConfigPlace) -> bool:
+    """Whether it skips only requests that call no model, as the one of the Helm chart does."""
+    first, *others = matcher.get("xds_matcher", "matcher_list", "matchers").items()
+    predicates = first.get("predicate", "not_matcher", "or_matcher", "predicate").items()
+    shown = {place.get("single_predicate", "value_match", "safe_regex", "regex").text() for place in predicates}
+    return not others and shown >= {write_header_regex(name) for name in API_NAMES}
 
 
 def _list_inputs(matcher: ConfigPlace) -> list[str]:

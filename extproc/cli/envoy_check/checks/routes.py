@@ -15,8 +15,8 @@ _HEADER = '{header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopgua
 
 def check_spelling(guard: Guard) -> Iterator[Finding]:
     """Envoy chooses the route by the path as the client spelled it."""
-    if len(guard.guarded) == len(guard.manager.routes):
-        return  # every route is guarded
+    if len(guard.guarded) == len(guard.manager.routes) and not guard.filter.matcher.is_there:
+        return  # every request is guarded
     examples = {"normalize_path": "/x/../v1/chat", "merge_slashes": "//v1/chat"}
     for name, spelling in examples.items():
         place = guard.manager.place.get(name)
