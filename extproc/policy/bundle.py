@@ -216,8 +216,8 @@ class Selector(JsonObject):
     """Which requests a policy applies to: those that match every key; of the paths, one.
 
     Attributes:
-        apis: `any` for all paths on which a model answers, or a list of APIs: `anthropic`, `bedrock`, `gemini`, `ollama`,
-            `openai`. The end of the path tells, as in `/gateway/v1/messages`.
+        apis: `any` for all paths on which a model answers, or a list of the APIs that `loopguard schema` names. The end of the
+            path tells the API, whatever the path begins with.
         pathExact: this path, without the query.
         pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/` everything.
         pathPrefixes: any of several such prefixes.
