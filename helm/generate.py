@@ -33,6 +33,7 @@ from typing import Any
 import helm_python
 import yaml
 
+from extproc.apis import API_NAMES, write_header_regex
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import write_shared_parts
 from extproc.options import read_options
@@ -505,6 +506,29 @@ def keep_health(cluster: str) -> str:
     return yaml.safe_dump({key: loopguard[key] for key in kept}, sort_keys=False)
 
 
+def skip_others() -> str:
+    """A matcher that skips all requests but those to model APIs, as YAML."""
+    kinds = "type.googleapis.com/envoy"
+    predicates = [
+        {
+            "single_predicate": {
+                "input": {
+                    "name": "path",
+                    "typed_config": {"@type": f"{kinds}.type.matcher.v3.HttpRequestHeaderMatchInput", "header_name": ":path"},
+                },
+                "value_match": {"safe_regex": {"google_re2": {}, "regex": write_header_regex(name)}},
+            }
+        }
+        for name in API_NAMES
+    ]
+    skip = {"@type": f"{kinds}.extensions.filters.common.matcher.action.v3.SkipFilter"}
+    matcher = {
+        "predicate": {"not_matcher": {"or_matcher": {"predicate": predicates}}},
+        "on_match": {"action": {"name": "skip", "typed_config": skip}},
+    }
+    return yaml.safe_dump({"matcher_list": {"matchers": [matcher]}}, sort_keys=False, width=1000)
+
+
 def generated(chart: Path = CHART) -> dict[Path, str]:
     """Every generated file of a chart and what should stand in it."""
     values = read_values((chart / "values.yaml").read_text())
@@ -515,6 +539,7 @@ def generated(chart: Path = CHART) -> dict[Path, str]:
     made = tables(values, schema["definitions"])
     parts = write_shared_parts(_OPTIONS)
     parts["cluster"] = keep_health(parts["cluster"])
+    parts["apis"] = skip_others()
     return {
         chart / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         chart / "README.md": TABLES.sub(lambda _: f"\n{made}\n", readme),

@@ -158,6 +158,11 @@ def write_regex(name: str) -> str:
     return f".*{start}(?:{'|'.join([pattern.removeprefix(start) for pattern in patterns])})/?"
 
 
+def write_header_regex(name: str) -> str:
+    """The same for Envoy's `:path`, which has the query."""
+    return rf"{write_regex(name)}(?:\?.*)?"
+
+
 def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
     """See `Api.public_id`, of one of these APIs that clients may call on this path, or below it unless `exact`; else empty."""
     for api in APIS:

@@ -24,14 +24,18 @@ import trustme
 from extproc import settings
 from extproc.cli.main import main
 from extproc.policy.loader import load
+from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from extproc.server import Server
 from tests.support.chart import (
     CASES,
     CHART,
+    DEFAULTS,
     NAME,
     NAMESPACE,
+    RELEASE,
     Object,
     Values,
+    chart,
     environment,
     merged,
     objects,
@@ -39,11 +43,12 @@ from tests.support.chart import (
     one,
     pods,
     rendered,
+    split,
     with_policies,
 )
 from tests.support.chart.envoy_gateway import ENVOY_GATEWAY
 from tests.support.chart.rollouts import CLUSTER_WIDE, ROLLOUTS
-from tests.support.documents import policy
+from tests.support.documents import bundle, policy
 
 KUBERNETES = ("1.27", "1.32", "1.37")
 """The oldest version that the chart takes, a middle one, and the newest whose schemas there are."""
@@ -491,6 +496,30 @@ def test_no_template_asks_what_the_cluster_can_do() -> None:
 # ---- Policies
 
 
+def test_the_default_policy_is_the_preset_in_shadow() -> None:
+    """Without values Loopguard only watches, by the preset to the letter; one value has the same policy enforced."""
+    watching = chart().render({}, name=RELEASE, namespace=NAMESPACE)
+    made = split(watching)
+    (text,) = one(made, "ConfigMap", f"{NAME}-policies")["data"].values()
+    preset = json.loads(Path(find_preset(DEFAULT_PRESET)).read_text())
+    enforcing = objects({"shadow": {"enabled": False}})
+
+    assert json.loads(text) == bundle(preset)
+    assert preset["spec"]["mode"] == "enforce"
+    assert environment(one(made, "Deployment"))["LOOPGUARD_SHADOW"] == "true"
+    assert environment(one(enforcing, "Deployment"))["LOOPGUARD_SHADOW"] == "false"
+    assert one(enforcing, "ConfigMap", f"{NAME}-policies") == one(made, "ConfigMap", f"{NAME}-policies")
+
+
+@pytest.mark.parametrize("values", [DEFAULTS, merged(with_policies(policy("a", {"pathPrefix": "/"})), DEFAULTS), {}])
+def test_notes_say_whether_it_only_watches(values: Values) -> None:
+    """And with which command to enforce, also where the policies are your own; a release that enforces says nothing of it."""
+    notes = rendered(values)["loopguard/templates/NOTES.txt"]
+
+    assert ("LOOPGUARD ONLY WATCHES" in notes) == (values != {})
+    assert (f"helm -n {NAMESPACE} upgrade {RELEASE} CHART --reuse-values --set shadow.enabled=false" in notes) == (values != {})
+
+
 def test_a_changed_policy_restarts_nothing() -> None:
     """Only the ConfigMap differs, and the pods mount it as a directory, so that they see the change."""
     before = {(item["kind"], item["metadata"]["name"]): item for item in objects(CASES["memory"])}
@@ -643,6 +672,15 @@ def test_a_network_policy_lets_ambient_mode_in(tls: str, ports: list[int]) -> No
     assert [rule["from"] for rule in spec["ingress"][1:]] == [[{"ipBlock": {"cidr": "169.254.7.127/32"}}]] * (tls == "AUTO")
 
 
+def test_while_it_watches_all_pods_may_ask() -> None:
+    """Where no gateway is named, pods of the cluster are admitted, and nobody else."""
+    grpc, *others = one(objects(DEFAULTS), "NetworkPolicy")["spec"]["ingress"]
+
+    assert grpc["from"][0] == {"namespaceSelector": {}}
+    assert all("podSelector" in peer for peer in grpc["from"][1:])
+    assert others == []
+
+
 def test_a_network_policy_without_egress_rules_limits_no_egress() -> None:
     """An empty list leaves connections to the store alone rather than forbidding them."""
     spec = one(objects({}), "NetworkPolicy")["spec"]
@@ -712,6 +750,7 @@ def test_the_helm_test_shows_a_certificate() -> None:
     [
         ({}, True),
         ({"networkPolicy": {"enabled": False}}, False),
+        (DEFAULTS, False),
         (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}}), True),
         (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}, "istio": {"tls": "DISABLE"}}), False),
         (CASES["mutual-tls"], False),

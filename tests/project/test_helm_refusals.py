@@ -23,7 +23,7 @@ from extproc.settings import is_scope
 from extproc.store import _SCHEMES
 from tests.support import ROOT
 from tests.support.bundles import RULE
-from tests.support.chart import CHART, Values, merged, objects, problems, refusal, with_policies
+from tests.support.chart import CHART, ENFORCING, Values, merged, objects, problems, refusal, with_policies
 from tests.support.documents import bundle, policy
 
 SHARE = "name a store that they share, such as store.url=redis://redis:6379, or accept it with store.allowPerReplica=true"
@@ -145,11 +145,6 @@ PROBLEMS: list[tuple[Values, str]] = [
         )
         for repository in ("loopguard:1", "host:5000/ai/loopguard:1", "host/loopguard@sha256:12")
     ),
-    row(
-        {"policies": {"bundle": None}},
-        "policies.bundle is empty, and a pod does not start without policies: give a bundle, whose list of policies may be",
-        "empty, or name a ConfigMap in policies.existingConfigMap.",
-    ),
     *(
         row(
             {"analysis": {tool: {"enabled": True}}},
@@ -201,7 +196,11 @@ PROBLEMS: list[tuple[Values, str]] = [
         "stops: lower its max_delay_ms, or set drain.timeoutSeconds to at least 32.",
     ),
     row(
-        {"canary": {"enabled": True, "policies": throttle()["policies"]}, "envoy": {"maxMessageTimeoutSeconds": 10}},
+        {
+            "canary": {"enabled": True, "policies": throttle()["policies"]},
+            "envoy": {"maxMessageTimeoutSeconds": 10},
+            **with_policies(),
+        },
         "canary.policies.bundle: policy slow may hold a request for 30000 ms, and envoy.maxMessageTimeoutSeconds=10 cuts that",
         "off: lower its max_delay_ms, or let Envoy wait at least 32 seconds.",
     ),
@@ -238,9 +237,9 @@ PROBLEMS: list[tuple[Values, str]] = [
     ),
     row(
         {"networkPolicy": {"gateways": []}},
-        "networkPolicy.enabled keeps every Envoy out: say in networkPolicy.gateways where they run, such as",
-        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-ingress}}}], or let every pod of the cluster",
-        "ask with networkPolicy.enabled=false.",
+        "networkPolicy.gateways is empty, and with shadow.enabled=false every pod of the cluster could have any caller",
+        "refused: say where the Envoys run, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name:",
+        "istio-ingress}}}], or accept it with networkPolicy.enabled=false.",
     ),
     row(
         merged(ISTIO, {"tls": {"existingSecret": "s"}}),
@@ -280,9 +279,22 @@ PROBLEMS: list[tuple[Values, str]] = [
         "istio.listenerPort=8080 is no listener of istio.context=SIDECAR_INBOUND, where one takes in every port: leave it out.",
     ),
     row(
-        {"istio": ON},
-        "istio.enabled guards nothing, as long as no route is named: name some in istio.routes, such as [{name: chat}];",
-        "`istioctl proxy-config routes POD -o json` has what they are called as virtualHosts[].routes[].name.",
+        {"istio": ON, **with_policies(policy("tools", {"pathPrefix": "/mcp"}))},
+        "policies.bundle: policy tools selects requests by more than `apis`, and with no istio.routes only requests of model",
+        "APIs are shown to Loopguard: add `apis: any` to its selector, or name its routes in istio.routes, such as",
+        "[{name: chat}].",
+    ),
+    *(
+        row(
+            {"istio": ON, **changes},
+            "envoy.bodyMode=tolerant, envoy.shadowMode=partial and envoy.usage=exact change the routes that are guarded: name",
+            "these in istio.routes, such as [{name: chat}].",
+        )
+        for changes in (
+            {"envoy": {"bodyMode": "tolerant"}},
+            {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}},
+            {"envoy": {"usage": "exact"}},
+        )
     ),
     row(
         {"istio": {"enabled": True, "routes": [{"name": "chat"}]}},
@@ -295,9 +307,9 @@ PROBLEMS: list[tuple[Values, str]] = [
         "istio.routes names the route a in any virtual host twice, and Istio would merge the two: make one entry of them.",
     ),
     row(
-        on_route(policies=["identical-requests", "strict"]),
+        on_route(policies=["agents", "strict"]),
         "istio.routes[0].policies names strict, and policies.bundle has no policy of that id: add it there, or name one of",
-        "identical-requests.",
+        "agents.",
     ),
     row(
         merged(on_route(policies=["a"]), CANARY, with_policies(policy("a", {"pathPrefix": "/"})))
@@ -311,7 +323,11 @@ PROBLEMS: list[tuple[Values, str]] = [
         "its policies to policies.bundle, and name them in istio.routes[0].policies.",
     ),
     row(
-        on_route(bundle=bundle(policy("slow", {}, action="throttle"))) | {"envoy": {"maxMessageTimeoutSeconds": 9}},
+        {
+            **on_route(bundle=bundle(policy("slow", {}, action="throttle"))),
+            "envoy": {"maxMessageTimeoutSeconds": 9},
+            **with_policies(),
+        },
         "istio.routes[0].bundle: policy slow may hold a request for 30000 ms, and envoy.maxMessageTimeoutSeconds=9 cuts that",
         "off: lower its max_delay_ms, or let Envoy wait at least 32 seconds.",
     ),
@@ -341,9 +357,9 @@ PROBLEMS: list[tuple[Values, str]] = [
         "lower its max_delay_ms, or let a request take at least 32 seconds.",
     ),
     row(
-        merged(GATEWAY, {"envoyGateway": {"targetRefs": []}}),
+        merged(OWN_LIMITS, {"envoyGateway": {"targetRefs": []}}),
         "envoyGateway.enabled guards nothing, as long as no route is named: name some in envoyGateway.targetRefs, such as",
-        "[{name: chat}].",
+        "[{name: chat}], or the Gateway of all routes in envoyGateway.clientTrafficPolicy.gateway.",
     ),
     row(
         merged(GATEWAY, {"envoyGateway": {"clientTrafficPolicy": {"gateway": ""}}}),
@@ -394,7 +410,7 @@ def test_every_problem_is_told_at_once() -> None:
         "replicaCount=2,",
         "monitoring.serviceMonitor.enabled",
         "networkPolicy.enabled",
-        "networkPolicy.enabled",
+        "networkPolicy.gateways",
     ]
 
 
@@ -407,7 +423,7 @@ def test_every_problem_is_told_at_once() -> None:
         {"replicaCount": 0},
         merged(REDIS, {"replicaCount": 3}),
         {"image": {"repository": "host:5000/ai/loopguard"}},
-        {"policies": {"bundle": None, "existingConfigMap": "theirs"}},
+        {"policies": {"existingConfigMap": "theirs"}},
         CANARY,
         merged(ACTING, REDIS),
         merged(ACTING, {"store": {"allowPerReplica": True}}),
@@ -422,10 +438,13 @@ def test_every_problem_is_told_at_once() -> None:
         GUARDED,
         with_policies(expires_at="2999-01-01T00:00:00Z"),
         with_policies(global_shadow={"enabled": False, "expires_at": "2020-01-01T00:00:00Z"}),
+        {"istio": ON},
+        {"istio": ON, **with_policies(policy("claude", {"apis": ["anthropic"], "pathPrefix": "/team-a"}))},
         {"istio": {**ON, "routes": [{"name": "a", "virtualHost": host} for host in ("g:80", "h:80")]}},
         merged(ISTIO, throttle(), {"envoy": {"requestTimeoutSeconds": 0, "idleTimeoutSeconds": 0}}),
         merged(GATEWAY, throttle(), {"envoy": {"idleTimeoutSeconds": 1}}),
         throttle() | {"envoy": {"requestTimeoutSeconds": 1}},
+        throttle() | {"shadow": {"enabled": True}, "drain": {"timeoutSeconds": 1}},
         merged(OWN_LIMITS, throttle(), {"envoy": {"requestTimeoutSeconds": 1}}),
         merged(ISTIO, {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}}),
         merged(on_route(policies=["any"]), {"policies": {"existingConfigMap": "theirs"}}),
@@ -462,7 +481,7 @@ def test_every_detector_of_a_policy_is_looked_at(tmp_path: Path) -> None:
         helm_python.Chart.load(copy) as chart,
         pytest.raises(helm_python.HelmRenderError, match="may hold a request for 20000 ms"),
     ):
-        chart.render(values)
+        chart.render(merged(ENFORCING, values))
 
 
 def test_a_throttle_on_the_way_to_a_refusal_holds_as_well() -> None:

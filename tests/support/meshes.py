@@ -30,10 +30,16 @@ def envoy_filter(values: Values) -> Object:
     return found
 
 
+def unwrap(config: Object) -> Object:
+    """A filter's own configuration, which may be in a matcher."""
+    inside: Object = config.get("extension_config", {}).get("typed_config", config)
+    return inside
+
+
 def cluster_names(found: Object) -> Iterator[str]:
     """The clusters that the filters of an EnvoyFilter call, and those that its access logs go to."""
     for patch in found["spec"]["configPatches"]:
-        config = patch["patch"]["value"].get("typed_config", {})
+        config = unwrap(patch["patch"]["value"].get("typed_config", {}))
         logs = [log["typed_config"]["common_config"] for log in config.get("access_log", ())]
         for asking in [config, *logs]:
             if "grpc_service" in asking:

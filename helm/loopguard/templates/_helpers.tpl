@@ -31,6 +31,17 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end }}
 
+{{/* The policies: those of the values, else the preset; empty if they are in a ConfigMap that Helm cannot see. As JSON. Takes root. */}}
+{{- define "loopguard.bundle" -}}
+{{- if .Values.policies.existingConfigMap -}}
+{}
+{{- else if .Values.policies.bundle -}}
+{{- toRawJson .Values.policies.bundle -}}
+{{- else -}}
+{{- dict "bundle_version" 1 "policies" (list (.Files.Get "presets/agents.json" | fromJson)) | toRawJson -}}
+{{- end -}}
+{{- end }}
+
 {{/* The Deployments: the stable one and, beside it, the canary; a list, as JSON. Takes root. */}}
 {{- define "loopguard.tracks" -}}
 {{- $name := include "loopguard.fullname" . -}}
@@ -43,7 +54,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
       "image" .Values.image
       "shadow" .Values.shadow.enabled
       "scope" $scope
-      "bundle" (empty .Values.policies.existingConfigMap | ternary .Values.policies.bundle dict)
+      "bundle" (include "loopguard.bundle" . | fromJson)
       "bundleValue" "policies.bundle"
       "bundleOf" "stable"
       "configMap" (default (printf "%s-policies" $name) .Values.policies.existingConfigMap) -}}

@@ -22,83 +22,106 @@ cannot give it a share of the traffic. Takes root.
 {{- toJson $filters -}}
 {{- end }}
 
+{{/* What a filter shows of a request that is guarded, as YAML. Takes root, filter and the route's bodyMode. */}}
+{{- define "loopguard.processingMode" -}}
+{{- $envoy := .root.Values.envoy -}}
+{{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
+{{- with .bodyMode }}{{ $partial = eq . "tolerant" }}{{ end -}}
+request_header_mode: SEND
+request_body_mode: {{ .filter.observes | ternary "STREAMED" ($partial | ternary "BUFFERED_PARTIAL" "BUFFERED") }}
+request_trailer_mode: SEND
+response_header_mode: {{ .filter.observes | ternary "SKIP" "SEND" }} # of what Envoy itself answers to a body: so a 413 is told
+{{- end }}
+
 {{/*
 What a filter does on a route that is guarded, as YAML; it takes the place of all of the filter's own processing mode. Takes root,
 filter and route.
 */}}
 {{- define "loopguard.perRoute" -}}
-{{- $envoy := .root.Values.envoy -}}
-{{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
-{{- with .route.bodyMode }}{{ $partial = eq . "tolerant" }}{{ end -}}
 "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute
 overrides:
   {{- with .route.policies }}
   grpc_initial_metadata: [{key: x-loopguard-policy, value: {{ join "," . | quote }}}]
   {{- end }}
-  processing_mode:
-    request_header_mode: SEND
-    request_body_mode: {{ .filter.observes | ternary "STREAMED" ($partial | ternary "BUFFERED_PARTIAL" "BUFFERED") }}
-    request_trailer_mode: SEND
-    response_header_mode: {{ .filter.observes | ternary "SKIP" "SEND" }} # of what Envoy itself answers to a body: so a 413 is told
+  processing_mode: {{- include "loopguard.processingMode" (merge (dict "bodyMode" .route.bodyMode) .) | nindent 4 }}
 {{- end }}
 
 {{/*
-An ext_proc filter, which shows nothing until a route says what. It is not `disabled`: Envoy sets up a request's filters by the first
-route that it finds, and one that verified claims or another filter choose later could not turn it on. Takes root and filter.
+An ext_proc filter. Where routes are named, it shows nothing until one of them says what. It is not `disabled`: Envoy sets up a
+request's filters by the first route that it finds, and one that verified claims or another filter choose later could not turn it on.
+Where none is named, it shows the requests of model APIs, on whatever route. Takes root and filter.
 */}}
 {{- define "loopguard.httpFilter" -}}
+name: {{ .filter.name }}
+typed_config:
+  {{- if .root.Values.istio.routes }}
+  {{- include "loopguard.processor" . | nindent 2 }}
+  {{- else }}
+  "@type": type.googleapis.com/envoy.extensions.common.matching.v3.ExtensionWithMatcher
+  xds_matcher: {{- .root.Files.Get "envoy/apis.yaml" | trim | nindent 4 }}
+  extension_config:
+    name: envoy.filters.http.ext_proc
+    typed_config: {{- include "loopguard.processor" . | nindent 6 }}
+  {{- end }}
+{{- end }}
+
+{{/* The configuration of an ext_proc filter. Takes root and filter. */}}
+{{- define "loopguard.processor" -}}
 {{- $envoy := .root.Values.envoy -}}
 {{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
 {{- $tolerant := or $partial (has "tolerant" (include "loopguard.routeBodyModes" .root | fromJsonArray)) -}}
-name: {{ .filter.name }}
-typed_config:
-  "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
-  grpc_service:
-    envoy_grpc:
-      cluster_name: outbound|50051||{{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
-      # Otherwise it would be the cluster's name, and a host with `|` in it is one that no HTTP/2 server takes: Loopguard's own
-      # sidecar would refuse the stream.
-      authority: {{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
-    retry_policy: # a pod that has died costs no request anything: another is asked
-      retry_on: connect-failure,refused-stream,reset
-      num_retries: 2
-      retry_back_off: {base_interval: 0.001s, max_interval: 0.01s}
-      retry_host_predicate:
-        - name: envoy.retry_host_predicates.previous_hosts
-          typed_config:
-            "@type": type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate
-      host_selection_retry_max_attempts: 10
-    {{- $metadata := list }}
-    {{- with .filter.scope }}{{ $metadata = append $metadata (dict "key" "x-loopguard-scope" "value" .) }}{{ end }}
-    {{- /* It tells a body that was cut off at the buffer limit from one that ends in trailers. */}}
-    {{- if and $tolerant (not .filter.observes) }}{{ $metadata = append $metadata (dict "key" "x-loopguard-buffer-limit" "value" (int $envoy.bufferLimitBytes | toString)) }}{{ end }}
-    {{- with $metadata }}
-    initial_metadata: {{ toJson . }}
-    {{- end }}
-  processing_mode: {request_header_mode: SKIP, response_header_mode: SKIP}
-  {{- if .filter.observes }}
-  observability_mode: true
-  failure_mode_allow: true # otherwise requests would fail while Loopguard is away
-  deferred_close_timeout: 5s
-  {{- else }}
-  {{- if $tolerant }}
-  allow_content_length_header: true
+"@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
+stat_prefix: {{ .filter.name }}
+grpc_service:
+  envoy_grpc:
+    cluster_name: outbound|50051||{{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
+    # Otherwise it would be the cluster's name, and a host with `|` in it is one that no HTTP/2 server takes: Loopguard's own
+    # sidecar would refuse the stream.
+    authority: {{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
+  retry_policy: # a pod that has died costs no request anything: another is asked
+    retry_on: connect-failure,refused-stream,reset
+    num_retries: 2
+    retry_back_off: {base_interval: 0.001s, max_interval: 0.01s}
+    retry_host_predicate:
+      - name: envoy.retry_host_predicates.previous_hosts
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate
+    host_selection_retry_max_attempts: 10
+  {{- $metadata := list }}
+  {{- with .filter.scope }}{{ $metadata = append $metadata (dict "key" "x-loopguard-scope" "value" .) }}{{ end }}
+  {{- /* It tells a body that was cut off at the buffer limit from one that ends in trailers. */}}
+  {{- if and $tolerant (not .filter.observes) }}{{ $metadata = append $metadata (dict "key" "x-loopguard-buffer-limit" "value" (int $envoy.bufferLimitBytes | toString)) }}{{ end }}
+  {{- with $metadata }}
+  initial_metadata: {{ toJson . }}
   {{- end }}
-  failure_mode_allow: {{ or (eq $envoy.failureMode "allow") (eq $envoy.shadowMode "partial") }}
-  message_timeout: {{ divf $envoy.messageTimeoutMilliseconds 1000 }}s
-  max_message_timeout: {{ int $envoy.maxMessageTimeoutSeconds }}s
+{{- if .root.Values.istio.routes }}
+processing_mode: {request_header_mode: SKIP, response_header_mode: SKIP}
+{{- else }}
+processing_mode: {{- include "loopguard.processingMode" . | nindent 2 }}
+{{- end }}
+{{- if .filter.observes }}
+observability_mode: true
+failure_mode_allow: true # otherwise requests would fail while Loopguard is away
+deferred_close_timeout: 5s
+{{- else }}
+{{- if $tolerant }}
+allow_content_length_header: true
+{{- end }}
+failure_mode_allow: {{ or (eq $envoy.failureMode "allow") (eq $envoy.shadowMode "partial") }}
+message_timeout: {{ divf $envoy.messageTimeoutMilliseconds 1000 }}s
+max_message_timeout: {{ int $envoy.maxMessageTimeoutSeconds }}s
+{{- end }}
+request_attributes:
+  - source.address
+  - xds.route_name
+  {{- if has true (include "loopguard.hasRouteBundles" .root | fromJsonArray) }}
+  - xds.route_metadata.filter_metadata['loopguard']['policy_json']
   {{- end }}
-  request_attributes:
-    - source.address
-    - xds.route_name
-    {{- if has true (include "loopguard.hasRouteBundles" .root | fromJsonArray) }}
-    - xds.route_metadata.filter_metadata['loopguard']['policy_json']
-    {{- end }}
-  metadata_options:
-    forwarding_namespaces: {untyped: [envoy.filters.http.jwt_authn]}
-    {{- if not .filter.observes }}
-    receiving_namespaces: {untyped: [loopguard]}
-    {{- end }}
+metadata_options:
+  forwarding_namespaces: {untyped: [envoy.filters.http.jwt_authn]}
+  {{- if not .filter.observes }}
+  receiving_namespaces: {untyped: [loopguard]}
+  {{- end }}
 {{- end }}
 
 {{/*
@@ -115,6 +138,12 @@ In ambient mode the mesh may lead a health check elsewhere than a request, so th
 {{- $_ := set $check "authority" (include "loopguard.istioHost" (dict "root" .root "track" .track)) -}}
 {{- end -}}
 {{- toYaml $health -}}
+{{- end }}
+
+{{/* What shows clients the warning, as YAML: without one the value is empty, and no header is added. */}}
+{{- define "loopguard.warning" -}}
+- header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopguard:warning)%"}
+  append_action: OVERWRITE_IF_EXISTS_OR_ADD
 {{- end }}
 
 {{/* The access log that tells the stable track how requests end. Takes root. */}}
@@ -163,13 +192,13 @@ In ambient mode the mesh may lead a health check elsewhere than a request, so th
 
 {{/*
 Envoy Gateway's messageTimeout: it has no maxMessageTimeout, so the longest throttle has to fit into that of every
-message. Policies that Helm cannot see may hold as long as they may. A Gateway API duration has no more than five digits for a unit,
+message. In shadow mode nothing is held; policies that Helm cannot see may hold as long as they may. A Gateway API duration has no more than five digits for a unit,
 so that whole seconds are told as such. Takes root.
 */}}
 {{- define "loopguard.wholeTimeout" -}}
 {{- $needed := mul 1000 .Values.envoy.maxMessageTimeoutSeconds -}}
-{{- if not .Values.policies.existingConfigMap -}}
-{{- $hold := include "loopguard.longestHold" .Values.policies.bundle | fromJson -}}
+{{- if or .Values.shadow.enabled (not .Values.policies.existingConfigMap) -}}
+{{- $hold := include "loopguard.longestHold" (.Values.shadow.enabled | ternary dict (include "loopguard.bundle" . | fromJson)) | fromJson -}}
 {{- $needed = max .Values.envoy.messageTimeoutMilliseconds (empty $hold.policy | ternary 0 (add $hold.milliseconds 2000)) -}}
 {{- end -}}
 {{- with div $needed 1000 }}{{ . }}s{{ end -}}

@@ -141,8 +141,8 @@ def test_a_hold_outlasts_envoys_message_timeout() -> None:
         statuses = [made.send("/").status for _ in range(30)]  # the last is held for 3 s
 
         assert statuses == [200] * 30
-        assert made.envoy.stat("http.ingress.ext_proc.override_message_timeout_received") == 1
-        assert made.envoy.stat("http.ingress.ext_proc.message_timeouts") == 0
+        assert made.envoy.stat("http.ingress.ext_proc.loopguard.override_message_timeout_received") == 1
+        assert made.envoy.stat("http.ingress.ext_proc.loopguard.message_timeouts") == 0
 
 
 def _request(path: str, user: dict[str, str]) -> bytes:

@@ -149,14 +149,14 @@ def test_a_refused_upload_is_no_client_that_left(transport: str) -> None:
         eventually(lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1, "the one who left")
 
         assert made.loopguard.metric("uncounted_total", reason="too_large") == 2
-        assert made.envoy.stat("http.ingress.ext_proc.failure_mode_allowed") == 0
+        assert made.envoy.stat("http.ingress.ext_proc.loopguard.failure_mode_allowed") == 0
 
 
 def test_what_is_decided_is_not_asked_about_again() -> None:
     """That responses may be shown costs no request a message: each stream is over with its answer."""
     with stack(POLICIES) as made:
         found = send(made, "/chat", 10, 5) + [made.send(f"/chat/{number}").status for number in range(5)]
-        sent = made.envoy.stat("http.ingress.ext_proc.stream_msgs_sent")
+        sent = made.envoy.stat("http.ingress.ext_proc.loopguard.stream_msgs_sent")
 
     assert found == [200, 200, 429, 429, 429] + [200] * 5
     assert sent == 2 * 5 + 5
@@ -252,7 +252,7 @@ def test_steering_beside_tolerant_routes() -> None:
 
 def count_streams(made: Stack) -> int:
     """How often Envoy has asked Loopguard."""
-    found = re.search(r"^http\.\w+\.ext_proc\.streams_started: (\d+)$", made.envoy.admin("/stats"), re.MULTILINE)
+    found = re.search(r"^http\.\w+\.ext_proc\.loopguard\.streams_started: (\d+)$", made.envoy.admin("/stats"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 

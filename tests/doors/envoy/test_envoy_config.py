@@ -284,7 +284,7 @@ def test_a_dead_replica_costs_no_request_anything() -> None:
 
         assert found == {200}
         assert made.envoy.stat("cluster.loopguard.upstream_rq_retry") > 0
-        assert made.envoy.stat("http.ingress.ext_proc.streams_failed") == 0
+        assert made.envoy.stat("http.ingress.ext_proc.loopguard.streams_failed") == 0
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.2])

@@ -166,7 +166,7 @@ def test_the_docs_show_what_works() -> None:
 
 # Beside the traffic: Envoy sends everything and waits for nothing
 
-_SENT = "http.ingress.ext_proc.stream_msgs_sent"
+_SENT = "http.ingress.ext_proc.loopguard.stream_msgs_sent"
 
 
 def _observing(config: str) -> str:

@@ -11,19 +11,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fake_model import fake_model
+from tool_agents import Job, chat_agent
 
 from tests.support import ROOT
-from tests.support.chart import CASES, Object, Values, merged, objects, of_kind, rendered
+from tests.support.agents import CHECK, again, sdk_errors
+from tests.support.chart import CASES, DEFAULTS, NAME, Object, Values, environment, merged, objects, of_kind, one, rendered
 from tests.support.chart.istio import HCM, http_manager, patched, without_loopguard
 from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import ENVOY, Process, Stack, be_patient, envoy_version, eventually, stack
-from tests.support.meshes import FILTER, ISTIO, cluster_names, each_istio, envoy_filter, gateway_configuration
+from tests.support.meshes import FILTER, ISTIO, cluster_names, each_istio, envoy_filter, gateway_configuration, unwrap
+from tests.support.model_paths import MODEL_CALLS, OTHER_CALLS
 
 ON: Values = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "a"}]}
 CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
@@ -44,6 +49,7 @@ MODULES = {
     "LISTENER": ("envoy.config.listener.v3.listener_pb2", "Listener"),
     "NETWORK_FILTER": ("envoy.config.listener.v3.listener_components_pb2", "Filter"),
     "HTTP_ROUTE": ("envoy.config.route.v3.route_components_pb2", "Route"),
+    "VIRTUAL_HOST": ("envoy.config.route.v3.route_components_pb2", "VirtualHost"),
     "HTTP_FILTER": (
         "envoy.extensions.filters.network.http_connection_manager.v3.http_connection_manager_pb2", "HttpFilter"
     ),
@@ -88,7 +94,8 @@ def test_every_patch_is_a_message() -> None:
     """The free-form values of every case parse as the messages that they are patched into, down to what is in an Any."""
     patches = [patch for values in ISTIO.values() for patch in envoy_filter(values)["spec"]["configPatches"]]
 
-    assert {patch["applyTo"] for patch in patches} == {"LISTENER", "NETWORK_FILTER", "HTTP_FILTER", "HTTP_ROUTE", "CLUSTER"}
+    places = {"LISTENER", "NETWORK_FILTER", "HTTP_FILTER", "VIRTUAL_HOST", "HTTP_ROUTE", "CLUSTER"}
+    assert {patch["applyTo"] for patch in patches} == places
     assert set(read_as_messages(patches)) == {"OK"}
 
 
@@ -144,7 +151,7 @@ def test_envoy_takes_the_patched_configuration(values: Values, tmp_path: Path) -
     """A listener with every patch applied is one that Envoy accepts."""
     envoy = values.get("envoy", {})
     newer = envoy.get("bodyMode") == "tolerant" or envoy.get("usage") == "exact"  # both need Envoy 1.38
-    names = [route["name"] for route in values["istio"]["routes"]]
+    names = [route["name"] for route in values["istio"].get("routes", [{"name": "any"}])]
     bootstrap = ROOT / "envoy" / "bootstrap.yaml"
     file = tmp_path / "envoy.yaml"
     file.write_text(configuration(bootstrap.read_text(), values, {f"/{name}": name for name in names}))
@@ -164,7 +171,7 @@ ROUTES = {"/v1/chat": "chat", "/named": "named", "/own": "own", "/": "unnamed"}
 @contextmanager
 def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
     """Loopguard with a sidecar behind an Envoy with the EnvoyFilter of these values, and with their policies."""
-    policies = values["policies"]["bundle"]
+    (policies,) = one(objects(values), "ConfigMap", f"{NAME}-policies")["data"].values()
     with tempfile.TemporaryDirectory(prefix="sidecar") as folder, ExitStack() as ended:
 
         def edit(text: str) -> str:
@@ -250,13 +257,74 @@ def test_a_gateway_tells_what_answers_cost() -> None:
     assert (read, asked) == (1, [None, "gzip"])
 
 
+BY_API: Values = merged(DEFAULTS, {"istio": {"enabled": True, "namespace": "istio-ingress"}})
+"""The defaults on Istio: what `helm install` makes of these two values alone."""
+
+
+@pytest.mark.parametrize("enforces", [False, True])
+def test_the_default_release_finds_an_agent_that_loops(enforces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rendered policies and variables, an agent that shows only its API key is reported, or also refused."""
+    enforcing = {"shadow": {"enabled": False}, "networkPolicy": {"gateways": [{"podSelector": {}}]}}
+    values = merged(BY_API, enforcing if enforces else {})
+    for name, value in environment(one(objects(values), "Deployment")).items():
+        monkeypatch.setenv(name, value)
+    with fake_model() as model, mesh(values, {"/": "any"}, "--log-format", "text", upstream=f"127.0.0.1:{model.port}") as made:
+        model.scripts["sk-a"] = again([CHECK])
+        tools = {"check": lambda **_: "Error: there is no build 17"}
+        job = Job(f"http://127.0.0.1:{made.envoy.port}/team-a", "", ["Tell me when it is done."], tools, key="sk-a")
+        refused = pytest.raises(sdk_errors()) if enforces else nullcontext()
+        with refused:
+            turns = [*islice(chat_agent(job), 9)]
+        reported = made.loopguard.metric("loops_detected_total", policy="agents")
+
+    assert reported > 0
+    assert model.asked["sk-a"] == (7 if enforces else len(turns))
+
+
+@pytest.fixture(scope="module")
+def by_api() -> Iterator[Stack]:
+    """A gateway of which no route is named."""
+    with mesh(BY_API, {"/": "any"}) as made:
+        yield made
+
+
+def test_requests_of_model_apis_are_shown_on_any_route(by_api: Stack) -> None:
+    """Those of which a selector by API knows the path, with a query or without; no others, however large, are shown."""
+    name = f"http.ingress.ext_proc.{FILTER}.streams_started"
+    before = by_api.envoy.stat(name)
+    for path in MODEL_CALLS:
+        assert [by_api.send(f"{path}{query}", method="POST", body=b"{}").status for query in ("", "?a=b")] == [200, 200]
+    shown = by_api.envoy.stat(name)
+    for path in OTHER_CALLS:
+        assert by_api.send(path, method="POST", body=b"{}").status == 200
+    assert [by_api.send("/files", method="POST", body=b"x" * 12_000_000).status for _ in range(9)] == [200] * 9
+
+    assert shown - before == 2 * len(MODEL_CALLS)
+    assert by_api.envoy.stat(name) == shown
+    assert by_api.loopguard.metric("unmatched_total") == 0
+
+
+def count_streams(made: Stack) -> list[int]:
+    """How often Envoy has asked, by the stable filter and by the canary's."""
+    return [made.envoy.stat(f"http.ingress.ext_proc.{name}.streams_started") for name in (FILTER, f"{FILTER}-canary")]
+
+
+def test_metrics_say_which_filter_asked(gateway: Stack) -> None:
+    """Stable filter and canary count apart, for Prometheus as well."""
+    started = count_streams(gateway)
+    statuses(gateway, "/v1/chat", 1, "apart", method="POST", body=b"x")
+
+    assert [after - before for before, after in zip(started, count_streams(gateway), strict=True)] == [1, 1]
+    assert "envoy_http_ext_proc_loopguard_guards_lg_loopguard_failure_mode_allowed" in gateway.envoy.admin("/stats/prometheus")
+
+
 def test_other_routes_never_meet_loopguard(gateway: Stack) -> None:
     """The filter is off, except on named routes."""
-    before = [gateway.loopguard.metric("unmatched_total"), gateway.envoy.stat("http.ingress.ext_proc.streams_started")]
+    before = [gateway.loopguard.metric("unmatched_total"), *count_streams(gateway)]
 
     found = statuses(gateway, "/elsewhere", 4, "other")
 
-    after = [gateway.loopguard.metric("unmatched_total"), gateway.envoy.stat("http.ingress.ext_proc.streams_started")]
+    after = [gateway.loopguard.metric("unmatched_total"), *count_streams(gateway)]
     assert found == [200] * 4
     assert after == before
 
@@ -277,7 +345,7 @@ def test_a_route_brings_its_own_policies(gateway: Stack) -> None:
     assert warned == [None, "loop_warn"]
     assert throttled == [200] * 3
     assert gateway.loopguard.metric("requests_total", policy="slow", action="throttle") == 2
-    assert gateway.envoy.stat("http.ingress.ext_proc.override_message_timeout_received") >= 2
+    assert gateway.envoy.stat(f"http.ingress.ext_proc.{FILTER}.override_message_timeout_received") >= 2
     assert gateway.loopguard.metric("handover_errors_total") == 0
 
 
@@ -551,12 +619,9 @@ def test_filters_ask_services_that_are_there(values: Values) -> None:
 def filters(values: Values) -> dict[str, Object]:
     """The configuration of each ext_proc filter by its name, in the order in which requests meet them."""
     patches = envoy_filter(values)["spec"]["configPatches"]
-    added = [
-        patch["patch"]["value"]
-        for patch in patches
-        if patch["applyTo"] == "HTTP_FILTER" and "grpc_service" in patch["patch"]["value"]["typed_config"]
-    ]
-    return {value["name"]: value["typed_config"] for value in added}
+    added = [patch["patch"]["value"] for patch in patches if patch["applyTo"] == "HTTP_FILTER"]
+    configs = {value["name"]: unwrap(value["typed_config"]) for value in added}
+    return {name: config for name, config in configs.items() if "grpc_service" in config}
 
 
 def test_attachments_have_names() -> None:
@@ -741,13 +806,14 @@ def test_the_command_of_the_notes_prints_the_routes_that_are_on() -> None:
 def test_the_values_of_the_docs_are_good() -> None:
     """What the page shows for Istio and for Envoy Gateway renders to what it says."""
     text = (ROOT / "docs" / "mesh.md").read_text()
-    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    by_api, by_route = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
     inline = re.search(r"`(envoyGateway: .*?)` ", text)
     assert inline is not None
     strict = {"policies": {"bundle": bundle(policy("strict", {"pathPrefix": "/"}))}}
 
-    found = filters(merged(strict, yaml.safe_load(shown)))
+    found = filters(by_api)
+    named = filters(merged(by_api, strict, by_route))
     extension = of_kind(objects(yaml.safe_load(inline[1])), "EnvoyExtensionPolicy")
 
-    assert list(found) == [FILTER]
+    assert list(found) == list(named) == [FILTER]
     assert [item["spec"]["targetRefs"][0]["name"] for item in extension] == ["chat"]

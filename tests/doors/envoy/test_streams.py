@@ -287,7 +287,7 @@ def test_megabytes_of_headers_reach_the_service_whole() -> None:
 
         assert made.loopguard.metric("requests_total", policy="p") == 3
         assert made.loopguard.metric("loops_detected_total", policy="p") == 1
-        assert made.envoy.stat("http.ingress.ext_proc.streams_failed") == 0
+        assert made.envoy.stat("http.ingress.ext_proc.loopguard.streams_failed") == 0
         assert all(line.startswith(b"HTTP/1.1 ") for line in lines)
 
 

@@ -20,15 +20,21 @@ NAME = "lg-loopguard"
 Values = dict[str, Any]
 Object = dict[str, Any]
 
-LEAST: Values = {"networkPolicy": {"gateways": [{"podSelector": {}}], "monitoring": [{"podSelector": {}}]}}
-"""What no default can know: where the gateways are. Every rendering has it, below its own values."""
+ENFORCING: Values = {
+    "shadow": {"enabled": False},
+    "networkPolicy": {"gateways": [{"podSelector": {}}], "monitoring": [{"podSelector": {}}]},
+}
+"""What a release says that enforces and is monitored. Every rendering has it, below its own values."""
+
+DEFAULTS: Values = {"shadow": {"enabled": True}, "networkPolicy": {"gateways": [], "monitoring": []}}
+"""The same, as it is without values."""
 
 
 def read_cases() -> dict[str, Values]:
     """Values that the chart is rendered with, by name."""
     files = sorted((CHART / "ci").glob("*-values.yaml"))
     found = {file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text()) for file in files}
-    return {"defaults": LEAST, **found}
+    return {"defaults": DEFAULTS, **found}
 
 
 def read_examples() -> dict[str, Values]:
@@ -49,7 +55,7 @@ def chart() -> helm_python.Chart:
 
 def rendered(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
     """What each template becomes, as text."""
-    return chart().render(merged(LEAST, values), name=release, namespace=namespace)
+    return chart().render(merged(ENFORCING, values), name=release, namespace=namespace)
 
 
 def objects(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:

@@ -51,30 +51,40 @@ def patched(bootstrap: Object, envoy_filter: Object) -> Object:
     """The bootstrap with every patch applied that finds its place, as Istio passes over others without a word."""
     for patch in envoy_filter["spec"]["configPatches"]:
         value, match = patch["patch"]["value"], patch["match"]
-        operation = (patch["applyTo"], patch["patch"]["operation"])
         if not _on_port(match):
             continue
-        if operation == ("HTTP_FILTER", "INSERT_BEFORE"):
+        if patch["applyTo"] == "HTTP_FILTER":
+            assert patch["patch"]["operation"] == "INSERT_BEFORE"
             filters = http_manager(bootstrap)["http_filters"]
             wanted = match["listener"]["filterChain"]["filter"]["subFilter"]["name"]
             filters.insert([item["name"] for item in filters].index(wanted), value)
-        elif operation == ("LISTENER", "MERGE"):
-            merge(bootstrap["static_resources"]["listeners"][0], value)
-        elif operation == ("NETWORK_FILTER", "MERGE"):
-            assert match["listener"]["filterChain"]["filter"]["name"] == value["name"] == HCM
-            merge(http_manager(bootstrap), value["typed_config"])
-        elif operation == ("CLUSTER", "MERGE"):
-            for cluster in bootstrap["static_resources"]["clusters"]:
-                if cluster["name"] == match["cluster"]["name"]:
-                    cluster.pop("typed_extension_protocol_options")  # what an Any holds is replaced as a whole
-                    merge(cluster, copy.deepcopy(value))
         else:
-            assert operation == ("HTTP_ROUTE", "MERGE")
-            found = list(_routes(bootstrap, match["routeConfiguration"]["vhost"]))
-            assert found, f"no route for {match}"
-            for route in found:
-                merge(route, value)
+            assert patch["patch"]["operation"] == "MERGE"
+            for message in _find(bootstrap, patch["applyTo"], match):
+                merge(message, copy.deepcopy(value))
     return bootstrap
+
+
+def _find(bootstrap: Object, place: str, match: Object) -> Iterator[Object]:
+    """The messages that a patch is merged into."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    if place == "LISTENER":
+        yield listener
+    elif place == "NETWORK_FILTER":
+        assert match["listener"]["filterChain"]["filter"]["name"] == HCM
+        yield listener["filter_chains"][0]["filters"][0]
+    elif place == "VIRTUAL_HOST":
+        yield from http_manager(bootstrap)["route_config"]["virtual_hosts"]
+    elif place == "CLUSTER":
+        for cluster in bootstrap["static_resources"]["clusters"]:
+            if cluster["name"] == match["cluster"]["name"]:
+                cluster.pop("typed_extension_protocol_options")  # what an Any holds is replaced as a whole
+                yield cluster
+    else:
+        assert place == "HTTP_ROUTE"
+        found = list(_routes(bootstrap, match["routeConfiguration"]["vhost"]))
+        assert found, f"no route for {match}"
+        yield from found
 
 
 def _on_port(match: Object) -> bool:
