@@ -576,7 +576,7 @@ class Patch:
         """Check, by decoding, that only the intended parts have changed.
 
         Each value with a change inside is decoded, starting from the outermost one that is verified as a whole. The bytes
-        around that one are unchanged, because no edit reaches beyond it. Such values may be inside the root, if that changes as well.
+        around that one are unchanged, because no edit reaches beyond it. Such values may be inside the root, if it changes, too.
         """
         if not (self._new or self._gone or self._added):
             self._verify_tails()
@@ -592,16 +592,15 @@ class Patch:
             wholes[at] = None
         if self._checked is not None and any(value is not self.root and self._is_around(value) for value in touched):
             self._checked = None
-        apart = [
-            edit for edit in edits if any(it.start <= edit[0] and edit[1] <= it.end for it in wholes if it is not self.root)
-        ]
         left: list[tuple[Value, bytes]] = [(whole, self._write(whole, edits)) for whole in wholes]
         while left:
             value, new = left.pop()
             if value in self._new:
                 same = new == self._new[value]
             elif value not in touched:
-                same = new == self._write(value, apart)
+                apart = [whole for whole in wholes if value.start <= whole.start and whole.end <= value.end]
+                kept = [edit for edit in edits if any(it.start <= edit[0] and edit[1] <= it.end for it in apart)]
+                same = new == self._write(value, kept)
             elif value in self._tails:
                 old, tail = self._text[value.start : value.end - 1], self._tails[value] + b'"'
                 self.decode(b'"' + tail, _decode_text)

@@ -1,11 +1,10 @@
-"""Providers cache a prompt from its start: tools, system and earlier messages. A note or a landing leaves all of it as it was."""
+"""Providers cache a prompt from its start: tools, system, earlier messages. Notes and landings leave all of it as it was."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
-from os.path import commonprefix
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ from tests.support.messages import body, headers
 from tests.support.model_requests import BODIES
 from tests.support.service import decoded, exchange, make_service
 from tests.support.turn_writers import PATHS
+from tests.unit.ext_proc.test_land import FORBIDDEN
 
 SDKS: dict[str, Run] = {
     "chat": run_openai_agent,
@@ -43,16 +43,6 @@ SDKS: dict[str, Run] = {
 }
 RECORDED = ("chat_stuck", "chat_parallel_calls", "responses_stuck", "responses_parallel_calls", "anthropic_stuck",
             "anthropic_parallel_calls")  # fmt: skip  # one list
-
-NONE: dict[str, Any] = {
-    "chat": {"tool_choice": "none"},
-    "responses": {"tool_choice": "none"},
-    "anthropic": {"tool_choice": {"type": "none"}},
-    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
-    "bedrock": {},  # these two have no such choice
-    "ollama": {},
-}
-"""What forbids all tools in each API."""
 
 _MESSAGES = ("messages", "input", "contents")
 
@@ -111,7 +101,8 @@ def check_prefix(old: bytes, new: bytes, none: dict[str, Any]) -> None:
     assert after == {name: value for name, value in before.items() if name not in none}
 
     old, new = [cut(data, none) for data in (old, new)]
-    assert len(commonprefix([old, new])) >= old.index(newest[0])
+    start = old.index(newest[0])
+    assert new[:start] == old[:start]
 
 
 def cut(data: bytes, keys: Collection[str]) -> bytes:
@@ -125,7 +116,7 @@ def cut(data: bytes, keys: Collection[str]) -> bytes:
 def find_none(api: str, data: bytes, action: str) -> dict[str, Any]:
     """What should be in the body beside the note."""
     declared = any(key in split(data) for key in ("tools", "toolConfig"))
-    return NONE[api] if action == "land" and declared else {}
+    return FORBIDDEN[api] if action == "land" and declared else {}
 
 
 both_actions: Callable[..., Any] = pytest.mark.parametrize("action", ["steer", "land"])
