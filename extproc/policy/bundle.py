@@ -271,8 +271,8 @@ class LoopDetection(SimilarityKeys):
         name: the detector's name in logs and metrics. Default: `default`, or in a list its similarity.
         enabled: `true` turns detection on; `validate` warns if the key is missing.
         window_seconds: length of the window; required, except with `turns` and `tool_calls`.
-        action: what happens to a request in a loop: `reject` refuses, `land` asks the model for a final answer without tools,
-            `throttle` delays, `steer` adds a note for the model, `warn` a header.
+        action: what happens to a request in a loop: `reject` refuses, `land` asks the model for a final answer without tool
+            calls, `throttle` delays, `steer` adds a note for the model, `warn` a header.
         window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last `window_seconds` count;
             `fixed`: the first request starts the window.
         count_refused: with `false`, refused requests don't count.

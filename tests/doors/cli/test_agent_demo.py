@@ -66,7 +66,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "        [~loopguard~ Note from the gateway, not from the tool: Loop detected: 3 of the last 3 turns were",
         "     4  ask_operator()                        restored from the backup",
         "        read_file with the same input and the same result. The error was \u201cerror: no such file\u201d each",
-        "        result you have so far. At the next repetition, all tools are taken away.",
+        "        result you have so far. At the next repetition, tool calls are forbidden.",
         "  ok   steered     not refused after 5 turns; 5 requests sent, 5 reached the model",
         "  ok   landed      not refused after 6 turns; 6 requests sent, 6 reached the model",
         "8 of 8 scenes ended as expected.",
