@@ -23,6 +23,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import pytest
 import trustme
@@ -36,7 +37,7 @@ from extproc.operator.canary.pairs import Pairs
 from extproc.settings import Settings
 from tests.support import ROOT
 from tests.support.chart import CHART, merged, rendered
-from tests.support.harness import Process, Upstream
+from tests.support.harness import Process, Upstream, eventually
 from tests.support.servers import Server, free_port
 
 pytestmark = pytest.mark.compiled  # readers start the command, as a wheel installs it
@@ -259,6 +260,7 @@ class Reader:
         }
         self._staying: dict[str, Process] = {}
         self._terminals = 0
+        self._envoy_admin = f"127.0.0.1:{free_port()}"
         programs = folder / "bin"
         programs.mkdir()
         for program, text in (("envoy", _PATIENT_ENVOY), ("claude", _CLAUDE)):
@@ -298,6 +300,8 @@ class Reader:
             for typed in [typed for typed in self._staying if typed.startswith(stays.ends)]:
                 self._staying.pop(typed).stop()
             self._leave_running(command, here).wait_for(stays.ready)
+            if any(typed.startswith("envoy") for typed in self._staying):
+                eventually(self._is_used, "Loopguard is healthy for Envoy")
             return ""
         environment = {**os.environ, **self._environment}
         done = subprocess.run(
@@ -311,7 +315,7 @@ class Reader:
         for theirs, ours in self._addresses.items():
             command = command.replace(theirs, ours)
         if command.startswith("loopguard envoy-config"):
-            listen = "" if "--snippet" in command else f"--listen {self._addresses[_DEMO]} --admin 127.0.0.1:{free_port()}"
+            listen = "" if "--snippet" in command else f"--listen {self._addresses[_DEMO]} --admin {self._envoy_admin}"
             endpoint = self._environment["LOOPGUARD_LISTEN"]
             return command.replace("envoy-config", f"envoy-config {listen} --endpoints {endpoint}")
         if command.startswith("make run"):
@@ -329,6 +333,11 @@ class Reader:
         log = self.folder / f"terminal-{self._terminals}.log"
         process = self._staying[typed] = Process(["bash", "-c", f"cd {self.folder} && exec {command}"], log, self._environment)
         return process
+
+    def _is_used(self) -> bool:
+        """Whether Envoy has noticed that Loopguard is there again."""
+        with urlopen(f"http://{self._envoy_admin}/clusters") as answer:
+            return "\nloopguard::" in (told := answer.read().decode()) and "health_flags::/failed" not in told
 
     def end(self) -> list[str]:
         """Close all terminals.
