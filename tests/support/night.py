@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.documents import bundle, policy
@@ -38,7 +38,7 @@ class Scene:
     made: Stack
     who: str
     tool: str
-    context: str = ""
+    context: str = field(default="", kw_only=True)
 
     def send(self, path: str, user: str, body: bytes = b"{}", **headers: str) -> int:
         """Send a request, and return the status of its answer."""

@@ -53,7 +53,7 @@ def playing() -> Iterator[str]:
                 "2.50",
             )
             with stack(POLICIES, *flags, replicas=2, upstream=model.address) as made:
-                scene = Scene(made, "7", "crm.find", _CONTEXT)
+                scene = Scene(made, "7", "crm.find", context=_CONTEXT)
                 scene.begin()
                 eventually(lambda: _has_settled(made.loopguard), "what the answers have cost")
                 asked = ["--admin", made.loopguard.admin_url, "--token-file", str(tokens)]
