@@ -95,7 +95,9 @@ class BuildHook(BuildHookInterface[Any]):
         command = [sys.executable, __file__, str(folder), *select_modules()]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603  # ourselves
         if done.returncode:
-            self.app.abort(f"{done.stdout}\nLoopguard is not compiled: see above. Without LOOPGUARD_COMPILED=1, it is plain Python.")
+            self.app.abort(
+                f"{done.stdout}\nLoopguard is not compiled: see above. Without LOOPGUARD_COMPILED=1, it is plain Python."
+            )
         for built in (folder / "lib").rglob("*.*"):
             build_data["force_include"][str(built)] = str(built.relative_to(folder / "lib"))
         build_data["pure_python"] = False

@@ -380,7 +380,8 @@ def test_ready_from_serving_until_draining(server: Server) -> None:
     seen.append(server._readyz())
 
     assert [(page.status, page.body) for page in seen] == [
-        (status, {"status": word, "build": BUILD, "store": "ok"}) for status, word in ((503, "starting"), (200, "ready"), (503, "draining"))
+        (status, {"status": word, "build": BUILD, "store": "ok"})
+        for status, word in ((503, "starting"), (200, "ready"), (503, "draining"))
     ]
 
 
