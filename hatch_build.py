@@ -42,6 +42,8 @@ PROTOS = ROOT / "protos"
 PACKAGE = ROOT / "extproc"
 PB = PACKAGE / "pb"
 
+COMPILERS = ["mypy==2.4.1", "setuptools>=77"]
+
 INTERPRETED = re.compile(r"^# interpreted(, with all below)?: \S", re.MULTILINE)
 """How a module says that it is not compiled, and why."""
 
@@ -82,11 +84,18 @@ _NATIVE = "__native_"
 class BuildHook(BuildHookInterface[Any]):
     """What hatchling calls, for wheels and for editable installs alike."""
 
+    def dependencies(self) -> list[str]:
+        """What is needed beside pyproject.toml's build requirements."""
+        return COMPILERS if self._compiles() else []
+
+    def _compiles(self) -> bool:
+        return self.target_name == "wheel" and os.environ.get("LOOPGUARD_COMPILED") == "1"
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Make what git does not hold, before any file is collected."""
         generate_protos()
         build_data["artifacts"] += ["extproc/pb/*.py", "extproc/pb/*.pyi"]
-        if self.target_name == "wheel" and version == "standard" and os.environ.get("LOOPGUARD_COMPILED") == "1":
+        if version == "standard" and self._compiles():
             self._compile(build_data)
 
     def _compile(self, build_data: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from extproc.build import describe_build
-from hatch_build import select_modules
+from hatch_build import COMPILERS, select_modules
 from tests.conftest import find_builds
 from tests.support import ROOT
 from tests.support.harness import Process
@@ -104,7 +104,7 @@ def test_what_goes_through_a_door_runs_compiled() -> None:
 
 def test_what_builds_a_wheel_is_there_for_tests() -> None:
     """The tests below build without an environment of their own, with the very requirements of the build."""
-    assert set(PROJECT["build-system"]["requires"]) <= set(PROJECT["project"]["optional-dependencies"]["test"])
+    assert {*PROJECT["build-system"]["requires"], *COMPILERS} <= set(PROJECT["project"]["optional-dependencies"]["test"])
 
 
 def test_a_wheel_is_plain_python_unless_asked(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hatch_build import COMPILERS
 from tests.support import ROOT
 from tests.support.harness import PATIENCE, eventually
 from tests.support.image import (
@@ -102,7 +103,7 @@ def pins() -> dict[str, str]:
 
 def test_the_pins_satisfy_the_project() -> None:
     """Each package that pyproject.toml asks for, to run and to build, is pinned to a version that it allows."""
-    asked = map(Requirement, PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"])
+    asked = map(Requirement, PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"] + COMPILERS)
 
     pinned = pins()
     wrong = [str(need) for need in asked if not need.specifier.contains(pinned.get(canonicalize_name(need.name), "0"))]
