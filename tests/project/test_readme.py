@@ -174,6 +174,7 @@ NOT_TYPED: Mapping[str, Instead] = {
     "loopguard canary": Instead(
         "its exit code says what it found; tests/doors/operator/test_canary_stack.py asks", _has_canary_flags
     ),
+    "LOOPGUARD_COMPILED=1 pip install": Instead("it would compile for minutes", _has_a_project),
     "pip install": Instead("it would change the environment that the tests run in", _has_a_project),
     "docker": Instead(
         "it takes a Docker daemon and a registry; tests/project/test_dockerfile.py reads the Dockerfile", _has_an_image
