@@ -19,7 +19,7 @@ RUN pip download --quiet --no-cache-dir --require-hashes --only-binary :all: --d
 
 # From here on /wheels is all that pip knows: where pyproject.toml asks for what is not pinned, the build fails.
 COPY . ./
-RUN pip wheel --quiet --no-cache-dir --no-index --find-links /wheels --no-deps --wheel-dir /wheels .
+RUN LOOPGUARD_COMPILED=1 pip wheel --verbose --no-cache-dir --no-index --find-links /wheels --no-deps --wheel-dir /wheels .
 
 # No pip in the environment, and bytecode that is not compared with its source: nobody can change either. Libraries lose the
 # symbols that only debuggers read, which are two thirds of some.

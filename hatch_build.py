@@ -1,8 +1,8 @@
 """Build hook: makes extproc/pb/ from protos/, and compiles with mypyc what every request passes through.
 
 - Every module is compiled but those that say below their docstring why they are not, or whose folder's `__init__.py` does.
-- Only wheels are compiled. An editable install stays plain Python, and nothing but extproc/pb/ is written beside the sources.
-- Compiled or not, the sources are the same. Without a C compiler, or with LOOPGUARD_PURE=1, the wheel is plain Python.
+- Only wheels are compiled, and only with LOOPGUARD_COMPILED=1; anything else is plain Python, and takes seconds.
+- Compiled or not, the sources are the same, and nothing but extproc/pb/ is written beside them.
 - mypyc runs in a process of its own: it ends the one that it runs in, and compilers write to its output as they like.
 
 Compiled code takes types at their word and looks up nothing that it knows. So a module that is compiled minds these rules,
@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -42,14 +42,13 @@ PROTOS = ROOT / "protos"
 PACKAGE = ROOT / "extproc"
 PB = PACKAGE / "pb"
 
+COMPILERS = ["mypy==2.4.1", "setuptools>=77"]
+
 INTERPRETED = re.compile(r"^# interpreted(, with all below)?: \S", re.MULTILINE)
 """How a module says that it is not compiled, and why."""
 
 INTERPRETED_BELOW = re.compile(r"^# interpreted, with all below: \S", re.MULTILINE)
 """How a folder's `__init__.py` says it of all that is in the folder."""
-
-_NO_COMPILER = 3
-"""Exit code of the process that compiles: not even the probe could be built."""
 
 _PROBE = "#include <Python.h>\nPyObject *PyInit_probe(void) { return NULL; }\n"
 
@@ -82,28 +81,32 @@ _NATIVE = "__native_"
 """What mypyc's files of C are called that hold the code of modules; the others only load them."""
 
 
-class NoCompilerError(Exception):
-    """C cannot be compiled here; the message is what the attempt brought."""
-
-
 class BuildHook(BuildHookInterface[Any]):
     """What hatchling calls, for wheels and for editable installs alike."""
+
+    def dependencies(self) -> list[str]:
+        """What is needed beside pyproject.toml's build requirements."""
+        return COMPILERS if self._compiles() else []
+
+    def _compiles(self) -> bool:
+        return self.target_name == "wheel" and os.environ.get("LOOPGUARD_COMPILED") == "1"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Make what git does not hold, before any file is collected."""
         generate_protos()
         build_data["artifacts"] += ["extproc/pb/*.py", "extproc/pb/*.pyi"]
-        if self.target_name == "wheel" and version == "standard" and os.environ.get("LOOPGUARD_PURE") != "1":
+        if version == "standard" and self._compiles():
             self._compile(build_data)
 
     def _compile(self, build_data: dict[str, Any]) -> None:
         self._folder = TemporaryDirectory()  # there until the wheel is made
         folder = Path(self._folder.name)
-        try:
-            compile_modules(select_modules(), folder)
-        except NoCompilerError as error:
-            self.app.display_warning(f"loopguard stays plain Python, at twice the CPU time, for want of a C compiler: {error}")
-            return
+        command = [sys.executable, __file__, str(folder), *select_modules()]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603  # ourselves
+        if done.returncode:
+            self.app.abort(
+                f"{done.stdout}\nLoopguard is not compiled: see above. Without LOOPGUARD_COMPILED=1, it is plain Python."
+            )
         for built in (folder / "lib").rglob("*.*"):
             build_data["force_include"][str(built)] = str(built.relative_to(folder / "lib"))
         build_data["pure_python"] = False
@@ -149,23 +152,13 @@ def select_modules(package: Path = PACKAGE) -> list[str]:
     return chosen
 
 
-def compile_modules(modules: Sequence[str], folder: Path) -> None:
-    """Compile into `folder/lib`; raises NoCompilerError if there is no compiler, RuntimeError if a module was refused."""
-    command = [sys.executable, __file__, str(folder), *modules]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)  # noqa: S603  # ourselves
-    if done.returncode == _NO_COMPILER:
-        lines = done.stdout.splitlines()
-        raise NoCompilerError(next((line for line in lines if "error:" in line), lines[-1]))
-    if done.returncode:
-        raise RuntimeError(f"{done.stdout}\nmypyc failed: see its message above; LOOPGUARD_PURE=1 installs without it")
-
-
-def _main(folder: Path, modules: Sequence[str]) -> None:
-    """What the process of its own does."""
+def _compile(folder: Path, modules: Sequence[str]) -> None:
+    """Compile into `folder/lib`; without modules, only find out whether C can be compiled here. Exits with what is wrong."""
     from mypyc.build import mypycify
     from setuptools import Extension
     from setuptools.errors import BaseError, CCompilerError
 
+    folder.mkdir(exist_ok=True)
     probe = folder / "probe.c"
     probe.write_text(_PROBE)
 
@@ -180,8 +173,10 @@ def _main(folder: Path, modules: Sequence[str]) -> None:
         try:
             try_flags(flags)
         except (BaseError, CCompilerError) as error:
-            print(error)
-            sys.exit(_NO_COMPILER)
+            sys.exit(f"no C compiler works here, or Python's headers are missing: {error}")
+    if not modules:
+        return
+    _tell(f"translating {len(modules)} modules to C ...")
     # Types are checked by `make check`, with its settings and with what Loopguard depends on. None of that is looked at here,
     # so that the code does not depend on what else is installed.
     options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
@@ -193,6 +188,11 @@ def _main(folder: Path, modules: Sequence[str]) -> None:
     _build(extensions, folder)
 
 
+def _tell(progress: str) -> None:
+    """Say how far it is; `pip` shows it with `--verbose`."""
+    print(progress, file=sys.stderr, flush=True)
+
+
 def _build(extensions: list[Extension], folder: Path) -> None:
     """Build extensions into `folder/lib`, as a setup.py would."""
     from setuptools import Distribution
@@ -200,6 +200,7 @@ def _build(extensions: list[Extension], folder: Path) -> None:
     from setuptools.errors import ExecError
 
     lock = Lock()
+    total, done = sum(len(extension.sources) for extension in extensions), count(1)
 
     class Build(build_ext):  # type: ignore[misc]  # it has no types
         """setuptools', with the files of an extension compiled side by side, and the header that they share only once."""
@@ -215,6 +216,8 @@ def _build(extensions: list[Extension], folder: Path) -> None:
                     include_dirs=ext.include_dirs,
                     extra_postargs=[*ext.extra_compile_args, "-include", header],
                 )
+                if (number := next(done)) % 20 == 0:
+                    _tell(f"compiling: {number} of {total} files ...")
                 return made
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -242,4 +245,4 @@ def _build(extensions: list[Extension], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2:])
+    _compile(Path(sys.argv[1]), sys.argv[2:])

@@ -102,7 +102,7 @@ def _wanted(scene: Scene) -> str:
 
 
 def _scenes() -> list[Scene]:
-    check = Call("check_build", {"build": 4711})
+    check, deploy = Call("check_build", {"build": 4711}), Call("deploy", {"build": 4711})
     search = Call("search_docs", {"query": "refunds"})
     read = Call("read_file", {"path": "/etc/app.yml"})
     pages = [Call("read_log", {"build": 4711, "page": page}) for page in (1, 2, 3)]
@@ -116,12 +116,24 @@ def _scenes() -> list[Scene]:
     progress.append("I tried three things; the same tests fail.")
     return [
         Scene(
-            "chat",
-            "A stuck agent that words each thought differently (openai SDK, chat completions)",
+            "steered",
+            "An agent that repeats a failing call: the model reads the note, and finishes (openai SDK, chat completions)",
             chat_agent,
-            ["Tell me when build 4711 is done."],
-            {"check_build": _saying("queued")},
-            lambda _: [check],
+            ["Why does the app not start?"],
+            {"read_file": _saying("error: no such file"), "ask_operator": _saying("restored from the backup")},
+            lambda _: [read],
+            turns=5,
+            refused=False,
+            path="/steered",
+            detour=lambda number: restored[number],
+        ),
+        Scene(
+            "chat",
+            "A stuck agent that words each thought differently (openai SDK, chat)",
+            chat_agent,
+            ["Deploy build 4711."],
+            {"deploy": _saying("error: build 4711 is not signed")},
+            lambda _: [deploy],
             turns=3,
         ),
         Scene(
@@ -182,20 +194,8 @@ def _scenes() -> list[Scene]:
             turns=10,
         ),
         Scene(
-            "steered",
-            "A stuck agent that is steered: the model reads the note and changes course (openai SDK, chat)",
-            chat_agent,
-            ["Why does the app not start?"],
-            {"read_file": _saying("error: no such file"), "ask_operator": _saying("restored from the backup")},
-            lambda _: [read],
-            turns=5,
-            refused=False,
-            path="/steered",
-            detour=lambda number: restored[number],
-        ),
-        Scene(
             "landed",
-            "The same agent with a model that ignores notes: in the end, it has to answer without tools (openai SDK)",
+            "The first agent with a model that ignores notes: in the end, it has to answer without tools (openai SDK, chat)",
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: no such file")},

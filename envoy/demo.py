@@ -27,6 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
+from extproc.build import describe_build
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.errors import LoopguardError
@@ -55,6 +56,7 @@ PORTS = {  # flag: default, whose it is
 _SCREEN = """
   Envoy      http://{here}:{port}   admin http://{here}:{envoy_admin_port}   pid {envoy_pid}   log {envoy_log}
   Loopguard  {here}:{loopguard_port} (gRPC)   admin http://{here}:{loopguard_admin_port}   pid {loopguard_pid}
+             {build}
   upstream   http://{here}:{upstream_port}   echoes requests
   policies   {policy}
 
@@ -284,6 +286,7 @@ def _screen(policy: str, ports: Mapping[str, int], loopguard: Child, envoy: Chil
     return _SCREEN.format(
         **known,
         lines=lines.format(**known),
+        build=describe_build(),
         envoy_pid=envoy.process.pid,
         envoy_log=envoy.log,
         loopguard_pid=loopguard.process.pid,

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
+from extproc.build import BUILD, describe_build
 from extproc.engine.engine import Engine
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
@@ -203,6 +204,7 @@ class Server:
                 policies=len(plans),
                 store=redact_url(self._settings.store),
                 hash_key=self._name_key(),
+                build=describe_build(),
             ),
         )
         if self._settings.watches:
@@ -324,7 +326,7 @@ class Server:
         missing: dict[str, Any] = {"unenforced": unenforced} if unenforced else {}
         if refused := [file for file in self._reloader.refusals if file]:
             missing["refused"] = refused
-        return Page(code, {"status": status, "store": self._store.health(), **missing, **self._tell_watching()})
+        return Page(code, {"status": status, "build": BUILD, "store": self._store.health(), **missing, **self._tell_watching()})
 
     def _tell_watching(self) -> dict[str, str]:
         """Log that no policy is given, if so."""

@@ -109,7 +109,7 @@ _NAMED: Final = [
 SAMPLES: Final = {name: [path for api in APIS if api.name == name for path in api.samples] for name in API_NAMES}
 """Paths on which clients call an API, by its name."""
 
-_TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]
+_CHOICELESS: Final = [search for search, endpoint in _PATHS if not endpoint.takes_choice]
 _MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
 _AMBIGUOUS: Final = re.compile(r"[;\\#]|%(?:00|23|25|3B|3F|5C)", re.IGNORECASE).search
 _MOST_PATHS: Final = 128  # that are known, because every request of a session asks
@@ -135,9 +135,9 @@ def find_endpoint(question: Question) -> Endpoint:
     return _DEFAULT
 
 
-def needs_tool(path: str) -> bool:
-    """Whether an API refuses a history with calls if no tool is declared; most do."""
-    return not any(search(path) for search in _TOOLLESS)
+def takes_choice(path: str) -> bool:
+    """See `Endpoint.takes_choice`; of requests on this path."""
+    return not any(search(path) for search in _CHOICELESS)
 
 
 def takes_websocket(path: str) -> bool:

@@ -133,7 +133,7 @@ class Endpoint(NamedTuple):
         write_error: writes a refusal as an error of the API.
         complete: writes an answer of the model, whole or streamed as requested; returns None if this is unknown. None if no
             model answers here with a text.
-        needs_tool: a history with calls is refused if no tool is declared.
+        takes_choice: a choice among tools is applied; otherwise, only a tool that is not declared is never called.
         websocket: calls are also accepted over a WebSocket on the same path.
         asks_model: a model answers; otherwise, tokens are counted.
         ask_usage: asks for the usage of a stream, given the body and its members; returns changes to these. None if streams
@@ -143,7 +143,7 @@ class Endpoint(NamedTuple):
 
     write_error: Callable[[Refusal, Question], Framed]
     complete: Callable[[Completion, Question], Framed | None] | None = None
-    needs_tool: bool = True
+    takes_choice: bool = True
     websocket: bool = False
     asks_model: bool = True
     ask_usage: Callable[[Patch, Fields], Changes] | None = None
@@ -155,7 +155,7 @@ class ToolsLeft(Enum):
 
     SAME = "all stay"
     FEWER = "some stay"
-    FORBIDDEN = "some stay that may not be called"
+    FORBIDDEN = "none may be called"
     GONE = "none stays"
 
 
@@ -168,7 +168,7 @@ class ToolList(NamedTuple):
         choice: key of the choice.
         none: JSON of the choice that forbids all tools; empty if the API has none.
         auto: JSON of the choice that leaves it to the model.
-        along: other keys that are not allowed without tools.
+        call: bytes of each body whose history has a call, if the API refuses it without tools and has no choice `none`.
         holder: key of an object, beside the conversation, that contains list and choice; empty for none.
         wraps: the conversation's key contains an object with all three: conversation, list and choice.
         owns: returns whether an entry is in this API's format, given its `type` and members, if other APIs use the same key;
@@ -184,7 +184,7 @@ class ToolList(NamedTuple):
     choice: str
     none: bytes = b'"none"'
     auto: bytes = b'"auto"'
-    along: tuple[str, ...] = ()
+    call: bytes = b""
     holder: str = ""
     wraps: bool = False
     owns: Callable[[str, Fields], bool] | None = None

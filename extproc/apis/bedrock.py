@@ -166,7 +166,7 @@ API = Api(
         "cachePoint": skip_thought,
     },
     locators={"toolResult": _locate_result},
-    tool_lists=(ToolList("messages", "tools", "toolChoice", b"", b'{"auto":{}}', holder="toolConfig"),),
+    tool_lists=(ToolList("messages", "tools", "toolChoice", b"", b'{"auto":{}}', call=b'"toolUse"', holder="toolConfig"),),
     tool_words=ToolWords(
         wrappers=frozenset({"toolSpec", "systemTool", "tool"}),
         others=frozenset({"cachePoint"}),

@@ -159,7 +159,6 @@ class Shape:
         take: returns the messages in the value at the end of the path; None if that is a list.
         joins: returns whether a message is a call that belongs together with adjacent calls, made at once; None if each
             message is separate.
-        kept: other keys of such a body that refer to earlier messages.
         look_back: returns what a body says about earlier messages; None if every request shows its whole history.
         refers: returns whether a message of the assistant's only refers to one that the server keeps; None if none does.
         marks_prefill: returns whether a body marks the assistant's message at its end as the start of the answer; None if no
@@ -175,7 +174,6 @@ class Shape:
         "fallback",
         "find_raw",
         "joins",
-        "kept",
         "locate",
         "look_back",
         "mark",
@@ -208,7 +206,6 @@ class Shape:
     ) -> None:
         self.path = path
         self.body = body
-        self.kept = [field.name for field in fields(body) if field.name != path[0]]
         self.message = message
         self.decode = json.Decoder(message).decode
         self.name_speaker = name_speaker
@@ -1137,22 +1134,6 @@ def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: 
         return patch.decode(raw, shape.decode)
     except ValidationError:
         return shape.message()  # values of unexpected types: of an unknown kind
-
-
-def look_back(patch: Patch, shape: Shape) -> Before:
-    """The part of the conversation that an edited body does not show as messages.
-
-    Raises:
-        NotCounted: it cannot be read, or is too large.
-    """
-    given = patch.open_fields(patch.root)
-    raw: dict[str, Any] = dict.fromkeys(shape.path[:1])
-    for key in shape.kept:
-        if key in given:
-            if patch.is_long(given[key]):
-                return Before(after=b"{}")  # the reference is unknown, but there is one
-            raw[key] = patch.read_raw(given[key])
-    return shape.look_back(shape.body(**raw))
 
 
 def _make_body(shapes: Sequence[Shape], others: Sequence[str]) -> type[Struct]:

@@ -124,8 +124,6 @@ def _choose(patch: Patch, fields: Fields, outcome: ToolsLeft, gone: Collection[s
         outcome = _mend_names(patch, patch.open_fields(inner[calling]), gone)
     if outcome is ToolsLeft.FORBIDDEN:
         patch.change(config, {calling: b'{"mode":"NONE"}'})
-    elif outcome is ToolsLeft.GONE and calling in inner:
-        patch.change(config, {calling: None})
     return {}
 
 

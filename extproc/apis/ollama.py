@@ -40,7 +40,7 @@ def _complete(completion: Completion, question: Question, say: Any) -> Framed | 
 API = Api(
     name="ollama",
     paths={
-        r"/api/chat\Z": Endpoint(write_error, complete_chat, needs_tool=False),
+        r"/api/chat\Z": Endpoint(write_error, complete_chat, takes_choice=False),
         r"/api/generate\Z": Endpoint(write_error, complete_text),
     },
     samples=("/api/chat", "/api/generate"),

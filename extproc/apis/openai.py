@@ -311,7 +311,7 @@ API: Final = Api(
         "refusal": lambda block: Part(TEXT, read_string(block.get("refusal"))),
     },
     tool_lists=(
-        ToolList("messages", "tools", "tool_choice", along=(_SWITCH,), hold=hold_calls),
+        ToolList("messages", "tools", "tool_choice", hold=hold_calls),
         ToolList("messages", "functions", "function_call"),
     ),
     tool_words=ToolWords(

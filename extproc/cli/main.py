@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from extproc import bounded
+from extproc.build import describe_build
 from extproc.cli.commands import COMMANDS
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import escape_controls
@@ -48,9 +48,8 @@ def _complain(message: str, code: int) -> int:
 
 
 def describe_version() -> str:
-    """The distribution's version, and whether the hot path is compiled or plain Python."""
-    made = "pure Python" if bounded.__file__.endswith(".py") else "compiled"
-    return f"loopguard {version('extproc-loopguard')} ({made})"
+    """The distribution's version, and its build."""
+    return f"loopguard {version('extproc-loopguard')} ({describe_build()})"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,7 +104,11 @@ def _suggest(word: str, known: Sequence[str]) -> str:
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Make a parser for the requested command, or for all of them: some take long to import."""
-    parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
+    parser = _Parser(
+        prog="loopguard",
+        description="Stops runaway agents at the gateway: an Envoy external processor.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the version is one line
+    )
     parser.add_argument("--version", action="version", version=describe_version())
     parser.set_defaults(run=lambda _: parser.print_help())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -216,8 +216,8 @@ class Selector(JsonObject):
     """Which requests a policy applies to: those that match every key; of the paths, one.
 
     Attributes:
-        apis: `any` for all paths on which a model answers, or a list of APIs: `anthropic`, `bedrock`, `gemini`, `ollama`,
-            `openai`. The end of the path tells, as in `/gateway/v1/messages`.
+        apis: `any` for all paths on which a model answers, or a list of the APIs that `loopguard schema` names. The end of the
+            path tells the API, whatever the path begins with.
         pathExact: this path, without the query.
         pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/` everything.
         pathPrefixes: any of several such prefixes.
@@ -271,8 +271,8 @@ class LoopDetection(SimilarityKeys):
         name: the detector's name in logs and metrics. Default: `default`, or in a list its similarity.
         enabled: `true` turns detection on; `validate` warns if the key is missing.
         window_seconds: length of the window; required, except with `turns` and `tool_calls`.
-        action: what happens to a request in a loop: `reject` refuses, `land` asks the model for a final answer without tools,
-            `throttle` delays, `steer` adds a note for the model, `warn` a header.
+        action: what happens to a request in a loop: `reject` refuses, `land` asks the model for a final answer without tool
+            calls, `throttle` delays, `steer` adds a note for the model, `warn` a header.
         window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last `window_seconds` count;
             `fixed`: the first request starts the window.
         count_refused: with `false`, refused requests don't count.

@@ -45,9 +45,7 @@ _FAR: Final = 16_384
 _STEP_BITS: Final = 10
 _RAW_BITS: Final = 4
 _HALF_BITS: Final = 3
-_CONTAINER_BITS: Final = 1
-"""2 to the power of these costs one step: bytes to decode, elements to skip, escapes that may be halves of a pair, and objects
-and arrays that are decoded with their contents."""
+"""2 to the power of these costs one step: bytes to decode, elements to skip, and escapes that may be halves of a pair."""
 
 _LONGEST_NAME: Final = 1_024
 """Maximum length of a tool's name or a kind, in bytes; longer ones are unknown."""
@@ -261,16 +259,6 @@ class Patch:
             return True
         blanks = data.count(b" ") + data.count(b"\n") + data.count(b"\t") + data.count(b"\r")
         return blanks > size >> _SPACE_BITS or data.count(b"\\") > size >> _ESCAPE_BITS
-
-    def take_whole(self, value: Value) -> None:
-        """Charge the steps for decoding a whole value.
-
-        Raises:
-            NotCounted: there are not enough left.
-        """
-        text, start, end = self._text, value.start, value.end
-        containers = text.count(b"[", start, end) + text.count(b"{", start, end)
-        self.take(1 + ((end - start) >> _STEP_BITS) + (containers >> _CONTAINER_BITS))
 
     # --- reading
 
@@ -588,7 +576,7 @@ class Patch:
         """Check, by decoding, that only the intended parts have changed.
 
         Each value with a change inside is decoded, starting from the outermost one that is verified as a whole. The bytes
-        around that one are unchanged, because no edit reaches beyond it.
+        around that one are unchanged, because no edit reaches beyond it. Such values may be inside the root, which may change too.
         """
         if not (self._new or self._gone or self._added):
             self._verify_tails()
@@ -610,7 +598,9 @@ class Patch:
             if value in self._new:
                 same = new == self._new[value]
             elif value not in touched:
-                same = new == self._write(value, ())
+                apart = [whole for whole in wholes if value.start <= whole.start and whole.end <= value.end]
+                kept = [edit for edit in edits if any(it.start <= edit[0] and edit[1] <= it.end for it in apart)]
+                same = new == self._write(value, kept)
             elif value in self._tails:
                 old, tail = self._text[value.start : value.end - 1], self._tails[value] + b'"'
                 self.decode(b'"' + tail, _decode_text)

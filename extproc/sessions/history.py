@@ -13,23 +13,18 @@ A client that changes the arguments of an earlier call has made another call.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from msgspec import json
 
-from extproc.apis import ERROR_MARKS, count_copies, find_conversation, find_longest_answer, open_conversation
+from extproc.apis import ERROR_MARKS, count_copies, find_longest_answer, open_conversation
 from extproc.apis.conversation import (
     ASSISTANT,
     NO_TOOLS,
     TOOL,
     TOOLS,
     Conversation,
-    KnownMessages,
     Shape,
-    find_known,
-    look_back,
-    read_message,
 )
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.detectors.chain import (
@@ -45,7 +40,6 @@ from extproc.detectors.chain import (
 from extproc.detectors.prompt import leave_out_moving
 from extproc.detectors.turn import digest
 from extproc.request.document import ABSENT, INSPECTION, Document, NotCounted, walk
-from extproc.request.patch import Patch, Value
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
 RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST + 1
@@ -229,56 +223,6 @@ def _read_kept(conversation: Conversation) -> list[ShownMessage]:
     called = {part.id for part in parts if part.kind == CALL}
     alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
     return [ShownMessage([b""], [CountedCall(part, spell(part)) for part in alone])]
-
-
-def find_called(patch: Patch, names: Collection[str], document: Document | None = None) -> str | None:
-    """The tool, among these, that a history called last.
-
-    Args:
-        patch: the edit of the body.
-        names: names of tools.
-        document: the same body as policies have read it, so that its messages need not be found again, if there is one.
-
-    Returns:
-        its name; empty if only others were called, or the server keeps the history; None if no tool was called.
-
-    Raises:
-        NotCounted: the history is ambiguous, or too large.
-    """
-    known = find_known(document, patch.data)
-    if known is not None:
-        spoken, before = _read_known(*known), known[0].before
-    else:
-        try:
-            shape, given = find_conversation(patch)
-        except NotCounted as why:
-            if why.reason != "no_messages":
-                raise
-            return None
-        spoken, before = _read_spoken(patch, shape, given), look_back(patch, shape)
-    called = "" if before.after else None
-    for parts in spoken:
-        for part in reversed(parts):
-            if part.kind == CALL and part.name in names:
-                return part.name
-            called = "" if part.kind == CALL else called
-    return called
-
-
-def _read_known(conversation: Conversation, known: KnownMessages) -> Iterator[list[Part]]:
-    """The assistant's messages, last first."""
-    for place in range(len(conversation) - 1, -1, -1):
-        if known.speakers[place] == ASSISTANT:
-            yield conversation.read_parts(place)
-
-
-def _read_spoken(patch: Patch, shape: Shape, given: Value) -> Iterator[list[Part]]:
-    """The same in a body that is edited."""
-    for value in patch.open_newest(given):
-        message = read_message(patch, shape, patch.read_raw(value))
-        if shape.name_speaker(message) == ASSISTANT:
-            patch.take_whole(value)
-            yield _read_parts(shape, message)
 
 
 def _read_parts(shape: Shape, value: Any) -> list[Part]:  # noqa: ANN401  # of the shape's

@@ -177,7 +177,7 @@ class SessionLimits(JsonObject):
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
         max_tool_calls: maximum tool calls, each counted once; then requests are refused.
         max_tool_calls_mode: `narrow` lets a session at `max_tool_calls` go on with the tools that have calls left in
-            `max_calls_per_tool`; `finish` lets one more request pass, without tools, for a last answer.
+            `max_calls_per_tool`; `finish` lets one more request pass for a last answer, with tool calls forbidden.
         max_calls_per_tool: maximum calls by tool name; used-up tools are removed. 0: only with a grant.
         max_cost_per_session: maximum cost in dollars; the next request is refused.
         loop_detection: repeated calls that are too many.

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from tests.bench import go_build, samples
-from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
+from tests.bench.builds import NOT_COMPILED, SOURCES, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
 from tests.bench.load import load, write_chats
 from tests.bench.processes import apart, free_port, running
@@ -104,7 +104,7 @@ def _row(cost: Mapping[str, list[float]], name: str) -> Row:
     return Row(
         f"CPU per decision, {build} Loopguard vs. {name}",
         ratio(cost, "guard", name), "x", _LIMIT if find_compiled() else None,
-        figures if find_compiled() else f"{figures}; {explain_missing()}",
+        figures if find_compiled() else f"{figures}; {NOT_COMPILED}",
     )  # fmt: skip
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 _RUNNING = Path(sys.executable).parent
@@ -13,26 +11,14 @@ SOURCES = _RUNNING.parents[1] / "bin" if _RUNNING.parent.name == "compiled" else
 """The programs of the virtual environment in which the sources run as they are."""
 
 _COMPILED = SOURCES.parent / "compiled" / "bin"
-_HOT = "extproc.ext_proc.stream"
+
+NOT_COMPILED = f"there is no {_COMPILED}: `make bench` makes it"
+"""Why there are no figures of the compiled guard."""
 
 
-@cache
 def find_compiled() -> Path | None:
-    """The programs of the virtual environment that holds the compiled guard; None where nothing is compiled."""
-    python = _COMPILED / "python"
-    if not python.exists():
-        return None
-    # -P: the sources in the working directory must not be imported in place of the wheel.
-    command = [str(python), "-P", "-c", f"import {_HOT}; print({_HOT}.__file__)"]
-    file = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return None if file.endswith(".py") else _COMPILED
-
-
-def explain_missing() -> str:
-    """Why there are no figures of the compiled guard."""
-    if not _COMPILED.exists():
-        return f"there is no {_COMPILED}: `make bench` makes it"
-    return "the wheel is plain Python, for want of a C compiler"
+    """The programs of the virtual environment that holds the compiled guard; None where it is not installed."""
+    return _COMPILED if (_COMPILED / "loopguard").exists() else None
 
 
 def serve(build: Path, policy: Path, port: int, *flags: str) -> list[str]:

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 from tests.bench import go_build, samples
 from tests.bench.agents import make_agents, take_turns
-from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
+from tests.bench.builds import NOT_COMPILED, SOURCES, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
 from tests.bench.load import load, write_chats, write_request
 from tests.bench.processes import apart, command_module, free_port, running
@@ -178,7 +178,7 @@ def _commands(
         missing["go"] = str(error)
     compiled = find_compiled()
     if compiled is None:
-        missing["guard"] = missing["changing"] = missing["duplex"] = missing[_AGENTS] = explain_missing()
+        missing["guard"] = missing["changing"] = missing["duplex"] = missing[_AGENTS] = NOT_COMPILED
     else:
         commands["guard"] = guard("guard", compiled)
         commands[_AGENTS] = guard(_AGENTS, compiled)

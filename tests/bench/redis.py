@@ -25,7 +25,7 @@ from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.windows import Hit
 from tests.bench import samples
-from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
+from tests.bench.builds import NOT_COMPILED, SOURCES, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
 from tests.bench.load import load, write_chats
 from tests.bench.paced import Meanwhile, run_paced
@@ -253,7 +253,7 @@ def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
     return Row(
         f"behind Envoy, 64 connections: CPU of the {'compiled' if compiled else 'pure'} guard, Redis vs. memory",
         ratio(cost, "redis", "memory"), "x", _LIMIT_CPU if compiled else None,
-        figures if compiled else f"{figures}; {explain_missing()}",
+        figures if compiled else f"{figures}; {NOT_COMPILED}",
     )  # fmt: skip
 
 

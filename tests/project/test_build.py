@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from hatch_build import select_modules
+from extproc.build import describe_build
+from hatch_build import COMPILERS, select_modules
 from tests.conftest import find_builds
 from tests.support import ROOT
 from tests.support.harness import Process
-from tests.support.image import compile_only, send_context
+from tests.support.image import compile_only, needs_a_compiler, send_context
 
 pytestmark = pytest.mark.deep
 
@@ -103,26 +104,24 @@ def test_what_goes_through_a_door_runs_compiled() -> None:
 
 def test_what_builds_a_wheel_is_there_for_tests() -> None:
     """The tests below build without an environment of their own, with the very requirements of the build."""
-    assert set(PROJECT["build-system"]["requires"]) <= set(PROJECT["project"]["optional-dependencies"]["test"])
+    assert {*PROJECT["build-system"]["requires"], *COMPILERS} <= set(PROJECT["project"]["optional-dependencies"]["test"])
 
 
-def test_pure_on_request(tmp_path: Path) -> None:
-    """With LOOPGUARD_PURE=1 nothing is compiled, nothing is said about it, and the wheel is for every machine."""
-    wheels, said = build_wheel(tmp_path, LOOPGUARD_PURE="1")
+def test_a_wheel_is_plain_python_unless_asked(tmp_path: Path) -> None:
+    """Without LOOPGUARD_COMPILED=1 no compiler is started, and the wheel is for every machine."""
+    wheels, _ = build_wheel(tmp_path, LOOPGUARD_COMPILED="", CC="/nonexistent/cc")
 
     assert wheels == [f"extproc_loopguard-{PROJECT['project']['version']}-py3-none-any.whl"]
-    assert "plain Python" not in said
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
-def test_pure_without_a_compiler(tmp_path: Path, compiler: str) -> None:
-    """Without a working C compiler the install still succeeds, and says in one line what was installed."""
-    wheels, said = build_wheel(tmp_path, CC=compiler)
+def test_compiling_without_a_compiler_is_an_error(tmp_path: Path, compiler: str) -> None:
+    """Who asked for a compiled wheel gets no other, and reads why, and what to do."""
+    wheels, said = build_wheel(tmp_path, LOOPGUARD_COMPILED="1", CC=compiler)
 
-    assert wheels == [f"extproc_loopguard-{PROJECT['project']['version']}-py3-none-any.whl"]
-    (line,) = [line.strip() for line in said.splitlines() if "compiler" in line]
-    assert re.fullmatch(r"loopguard stays plain Python, at twice the CPU time, for want of a C compiler: .+", line)
-    assert compiler in line
+    assert wheels == []
+    assert re.search(f"no C compiler works here, or Python's headers are missing: .*{compiler}", said)
+    assert "Without LOOPGUARD_COMPILED=1, it is plain Python." in said
 
 
 @pytest.mark.parametrize("compiler", ["clang", "knows few flags"])
@@ -143,14 +142,15 @@ def test_compiled_by_a_compiler_that_knows_few_flags(tmp_path: Path, compiler: s
     send_context(project)
     compile_only(project, "extproc/store/rules/windows.py")
 
-    wheels, said = build_wheel(tmp_path, project, CC=program)
+    wheels, said = build_wheel(tmp_path, project, LOOPGUARD_COMPILED="1", CC=program)
 
-    assert "for want of a C compiler" not in said
+    assert "translating 1 modules to C ..." in said
     assert [wheel for wheel in wheels if "-none-any" not in wheel] == wheels != []
 
 
+@needs_a_compiler
 def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> None:
-    """Where there is a compiler, a fault in our own sources is told, and no wheel is quietly made of plain Python."""
+    """A fault in our own sources is told, and no wheel is quietly made of plain Python."""
     project = tmp_path / "project"
     project.mkdir()
     for name in ("extproc", "protos"):
@@ -161,13 +161,10 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
     with (project / "extproc" / "store" / "rules" / "windows.py").open("a") as module:
         module.write("\nCount(1, 2, 3)\n")
 
-    wheels, said = build_wheel(tmp_path, project)
+    wheels, said = build_wheel(tmp_path, project, LOOPGUARD_COMPILED="1")
 
-    if "for want of a C compiler" in said:
-        pytest.skip("no C compiler works here: NOT tested")
     assert wheels == []
     assert re.search(r"extproc/store/rules/windows\.py:\d+: error: ", said)
-    assert "LOOPGUARD_PURE=1" in said
 
 
 @pytest.mark.sources
@@ -176,7 +173,7 @@ def test_what_is_tested_is_what_is_installed(tmp_path: Path) -> None:
     """A process of the tests runs the package that is installed, compiled or not, whatever lies in the working directory."""
     wheel = distribution("extproc-loopguard").read_text("WHEEL")
     assert wheel is not None
-    expected = "compiled" if "Root-Is-Purelib: false" in wheel else "pure Python"
+    expected = describe_build("compiled" if "Root-Is-Purelib: false" in wheel else "pure Python")
 
     asked = Process([sys.executable, "-P", "-m", "extproc.cli", "--version"], tmp_path / "log")
 

@@ -1,4 +1,4 @@
-"""What `make` says where Python is older than the project needs."""
+"""What `make` says where Python is older than the project needs, or Envoy has no wheel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_make_says_in_one_line_which_python_is_needed(tmp_path: Path, python: st
     (tmp_path / "old").chmod(0o755)
 
     run = subprocess.run(
-        ["make", "--no-print-directory", ".venv/build.stamp", f"PYTHON=./{python}"],
+        ["make", "--no-print-directory", ".venv/uv.stamp", f"PYTHON=./{python}"],
         cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -34,3 +34,38 @@ def test_make_says_in_one_line_which_python_is_needed(tmp_path: Path, python: st
     assert lines == [f"Loopguard needs Python 3.11 or newer; {told}. Name another: make PYTHON=python3.12"]
     assert (run.returncode, run.stdout) == (2, "")
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("machine", "programs", "runs"),
+    [
+        ("Linux x86_64", {"getconf": "glibc 2.31"}, True),
+        ("Linux aarch64", {"getconf": "glibc 2.41"}, True),
+        ("Darwin arm64", {"sw_vers": "15.0"}, True),
+        ("Linux x86_64", {"getconf": "glibc 2.28"}, False),
+        ("Linux x86_64", {"getconf": ""}, False),  # musl
+        ("Linux riscv64", {"getconf": "glibc 2.41"}, False),
+        ("Darwin arm64", {"sw_vers": "14.7.1"}, False),
+        ("Darwin x86_64", {"sw_vers": "15.0"}, False),
+    ],
+)
+@pytest.mark.parametrize("target", ["run", "demo-agent"])
+def test_make_says_at_once_where_envoy_has_no_wheel(
+    tmp_path: Path, target: str, machine: str, programs: dict[str, str], *, runs: bool
+) -> None:
+    """Before anything is installed, and with what works there."""
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "extproc").mkdir()
+    for name, says in {"uname": machine, **programs}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / name).chmod(0o755)
+
+    run = subprocess.run(
+        ["make", "--no-print-directory", target, "PYTHON=./missing"],
+        cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    first = run.stderr.splitlines()[0]
+    assert first.startswith("Loopguard needs Python 3.11" if runs else f"PyPI has no Envoy for this machine ({machine})")
+    assert runs or "'loopguard scan' work without Envoy" in first

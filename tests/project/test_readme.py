@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,10 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import pytest
+import trustme
 import yaml
 from redis import CredentialProvider
 
@@ -34,7 +37,7 @@ from extproc.operator.canary.pairs import Pairs
 from extproc.settings import Settings
 from tests.support import ROOT
 from tests.support.chart import CHART, merged, rendered
-from tests.support.harness import Process, Upstream
+from tests.support.harness import Process, Upstream, eventually
 from tests.support.servers import Server, free_port
 
 pytestmark = pytest.mark.compiled  # readers start the command, as a wheel installs it
@@ -167,11 +170,11 @@ class Instead(NamedTuple):
 
 
 NOT_TYPED: Mapping[str, Instead] = {
-    "make demo-agent": Instead("tests/doors/cli/test_agent_demo.py does", _has_target),
     "make bench": Instead("it measures for minutes, and nothing else may run then", _has_flags),
     "loopguard canary": Instead(
         "its exit code says what it found; tests/doors/operator/test_canary_stack.py asks", _has_canary_flags
     ),
+    "LOOPGUARD_COMPILED=1 pip install": Instead("it would compile for minutes", _has_a_project),
     "pip install": Instead("it would change the environment that the tests run in", _has_a_project),
     "docker": Instead(
         "it takes a Docker daemon and a registry; tests/project/test_dockerfile.py reads the Dockerfile", _has_an_image
@@ -194,19 +197,22 @@ class Stays:
 
     Attributes:
         ready: is in its output once the reader can go on.
+        ends: how commands start that the reader ends first, because they use the same ports.
     """
 
     ready: str
+    ends: tuple[str, ...]
 
 
 STAYING: Mapping[str, Stays] = {
-    "make run": Stays("Ctrl-C stops everything"),
-    "loopguard serve": Stays("serving listen="),
-    "envoy": Stays("all dependencies initialized. starting workers"),
+    "make run": Stays("Ctrl-C stops everything", ("make run",)),
+    "loopguard serve": Stays("serving listen=", ("make run", "loopguard serve")),
+    "envoy": Stays("all dependencies initialized. starting workers", ("make run", "envoy")),
 }
 """By how the command starts. A reader has a terminal for each."""
 
 _DEMO = "127.0.0.1:10000"
+_PROVIDER = "api.anthropic.com:443"
 _UPSTREAM = "127.0.0.1:8080"
 _VALKEY = "10.0.0.5:6379"
 
@@ -229,6 +235,17 @@ os.execv(ENVOY, [ENVOY, *arguments])
 """
 """What a reader's `envoy` is: the real one, on a machine that may be busy."""
 
+_CLAUDE = f"""#!{sys.executable}
+import anthropic
+turn = [
+    {{"role": "assistant", "content": [{{"type": "tool_use", "id": "a", "name": "read", "input": {{"path": "app.py"}}}}]}},
+    {{"role": "user", "content": [{{"type": "tool_result", "tool_use_id": "a", "content": "error: no such file"}}]}},
+]
+messages = [{{"role": "user", "content": "What does app.py do?"}}, *turn * 3]
+anthropic.Anthropic(api_key="key").messages.create(model="m", max_tokens=9, messages=messages)
+"""
+"""What a reader's `claude` is: an agent on the provider's SDK, which repeats a failing call."""
+
 
 class Reader:
     """A reader who types what a page says, in a folder with the project in it and the page's examples saved as files."""
@@ -242,13 +259,25 @@ class Reader:
             "127.0.0.1:9911": "127.0.0.1:0",
             "127.0.0.1:9912": "127.0.0.1:0",
         }
-        self._staying: list[tuple[str, Process]] = []
+        self._staying: dict[str, Process] = {}
+        self._terminals = 0
+        self._envoy_admin = f"127.0.0.1:{free_port()}"
         programs = folder / "bin"
         programs.mkdir()
-        (programs / "envoy").write_text(_PATIENT_ENVOY)
-        (programs / "envoy").chmod(0o755)
+        for program, text in (("envoy", _PATIENT_ENVOY), ("claude", _CLAUDE)):
+            (programs / program).write_text(text)
+            (programs / program).chmod(0o755)
         path = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
-        self._environment = {"PATH": os.pathsep.join(path), "LOOPGUARD_ADMIN": "127.0.0.1:0", "LOOPGUARD_DRAIN_DELAY": "0"}
+        self._environment = {
+            "PATH": os.pathsep.join(path),
+            "HOME": str(folder),
+            "CLAUDE_CONFIG_DIR": str(folder / ".claude"),
+            "LOOPGUARD_LISTEN": f"127.0.0.1:{free_port()}",
+            "LOOPGUARD_ADMIN": f"127.0.0.1:{free_port()}",
+            "LOOPGUARD_DRAIN_DELAY": "0",
+        }
+        (folder / ".claude").mkdir()
+        (folder / ".claude" / "projects").symlink_to(ROOT / "examples" / "transcripts" / "claude-code")
         for name in ("envoy", "examples", "helm"):
             (folder / name).symlink_to(ROOT / name)
         self._save_examples(page)
@@ -267,12 +296,14 @@ class Reader:
         Returns:
             what it printed; nothing of one that stays.
         """
-        stays = next((stays for start, stays in STAYING.items() if command.startswith(start)), None)
-        if command.startswith("loopguard serve"):
-            self._environment["LOOPGUARD_LISTEN"] = f"127.0.0.1:{free_port()}"
         here = self._localise(command)
-        if stays is not None:
-            return self._leave_running(here, stays)
+        if stays := next((stays for start, stays in STAYING.items() if command.startswith(start)), None):
+            for typed in [typed for typed in self._staying if typed.startswith(stays.ends)]:
+                self._staying.pop(typed).stop()
+            self._leave_running(command, here).wait_for(stays.ready)
+            if any(typed.startswith("envoy") for typed in self._staying):
+                eventually(self._is_used, "Loopguard is healthy for Envoy")
+            return ""
         environment = {**os.environ, **self._environment}
         done = subprocess.run(
             ["bash", "-c", here], check=False, cwd=self.folder, env=environment, capture_output=True, text=True
@@ -285,22 +316,29 @@ class Reader:
         for theirs, ours in self._addresses.items():
             command = command.replace(theirs, ours)
         if command.startswith("loopguard envoy-config"):
-            listen = "" if "--snippet" in command else f"--listen 127.0.0.1:{free_port()} --admin 127.0.0.1:{free_port()}"
-            endpoint = self._environment.get("LOOPGUARD_LISTEN", "127.0.0.1:50051")
+            listen = "" if "--snippet" in command else f"--listen {self._addresses[_DEMO]} --admin {self._envoy_admin}"
+            endpoint = self._environment["LOOPGUARD_LISTEN"]
             return command.replace("envoy-config", f"envoy-config {listen} --endpoints {endpoint}")
         if command.startswith("make run"):
             given = re.search(r"ARGS='(.*?)'", command)
             ports = f"--port {self._addresses[_DEMO].rpartition(':')[2]} --envoy-admin-port 0 --loopguard-port 0"
             flags = f"{ports} --loopguard-admin-port 0 --upstream-port 0 {given[1] if given else ''}"
             return f"{shlex.quote(sys.executable)} envoy/demo.py {flags}"
+        if command.startswith("make demo-agent"):
+            (given,) = re.findall(r"ARGS='(.*?)'", command)
+            return f"{shlex.quote(sys.executable)} envoy/agent_demo.py {given}"
         return command.replace("envoy -c", "envoy --use-dynamic-base-id -c") if command.startswith("envoy") else command
 
-    def _leave_running(self, command: str, stays: Stays) -> str:
-        log = self.folder / f"terminal-{len(self._staying)}.log"
-        process = Process(["bash", "-c", f"cd {self.folder} && exec {command}"], log, self._environment)
-        self._staying.append((command, process))
-        process.wait_for(stays.ready)
-        return ""
+    def _leave_running(self, typed: str, command: str) -> Process:
+        self._terminals += 1
+        log = self.folder / f"terminal-{self._terminals}.log"
+        process = self._staying[typed] = Process(["bash", "-c", f"cd {self.folder} && exec {command}"], log, self._environment)
+        return process
+
+    def _is_used(self) -> bool:
+        """Whether Envoy has noticed that Loopguard is there again."""
+        with urlopen(f"http://{self._envoy_admin}/clusters") as answer:
+            return "\nloopguard::" in (told := answer.read().decode()) and "health_flags::/failed" not in told
 
     def end(self) -> list[str]:
         """Close all terminals.
@@ -308,8 +346,8 @@ class Reader:
         Returns:
             the commands in them that had ended by themselves.
         """
-        ended = [command for command, process in self._staying if not process.runs()]
-        for _, process in reversed(self._staying):
+        ended = [command for command, process in self._staying.items() if not process.runs()]
+        for process in reversed(self._staying.values()):
             process.stop()
         return ended
 
@@ -325,13 +363,22 @@ def valkey() -> Iterator[Server]:
 @pytest.fixture
 def reader(page: Path, valkey: Server) -> Iterator[Reader]:
     """The reader of a page."""
-    upstream = Upstream()
-    addresses = {_DEMO: f"127.0.0.1:{free_port()}", _UPSTREAM: upstream.address, _VALKEY: valkey.address}
+    authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(tls)
+    upstream, provider = Upstream(), Upstream(tls)
     with tempfile.TemporaryDirectory(prefix="lgread") as folder:  # its name is short enough for a socket's path
+        authority.cert_pem.write_to_path(f"{folder}/ca.pem")
+        addresses = {
+            _DEMO: f"127.0.0.1:{free_port()}",
+            _UPSTREAM: upstream.address,
+            _PROVIDER: f"{provider.address.replace('127.0.0.1', 'localhost')} --upstream-tls --upstream-ca {folder}/ca.pem",
+            _VALKEY: valkey.address,
+        }
         made = Reader(Path(folder), page, addresses)
         yield made
         made.end()
     upstream.stop()
+    provider.stop()
 
 
 _MOMENT = "within a second"
@@ -379,8 +426,8 @@ def test_the_policies_of_a_page_are_good(reader: Reader, capsys: pytest.CaptureF
 
 @every_page
 def test_the_yaml_of_a_page_is_yaml(page: Path) -> None:
-    """Every YAML example has keys and values."""
-    assert [example for example in read_examples(page, "yaml") if not isinstance(yaml.safe_load(example.text), dict)] == []
+    """Every YAML example has keys and values, or is a list."""
+    assert [each for each in read_examples(page, "yaml") if not isinstance(yaml.safe_load(each.text), dict | list)] == []
 
 
 def test_the_credential_provider_of_the_docs_is_one() -> None:
@@ -437,7 +484,11 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
         told += capsys.readouterr().out
-    named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z0-9-]+)", page.read_text())} - {"--version", "--help"}
+    named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z0-9-]+)", page.read_text())} - {
+        "--version",
+        "--help",
+        "--set",
+    }  # Helm's
 
     assert [flag for flag in sorted(named) if not re.search(rf"{flag}\b", told)] == []
 
@@ -507,6 +558,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_pictures_are_shown() -> None:
     """Each picture of the docs is on a page."""
     pictures = {path.name for path in (ROOT / "docs" / "images").iterdir()}
-    shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+[.](?:png|webp))", page.read_text())}
+    shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+[.](?:png|svg|webp))", page.read_text())}
 
     assert pictures == shown

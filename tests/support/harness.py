@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -288,7 +289,7 @@ def _read_body(handler: BaseHTTPRequestHandler) -> bytes:
 class Upstream:
     """A small HTTP/1.1 server that remembers what reaches it, in threads of the test process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """Listen on a free port and serve.
 
         A path with `/hang` is answered only once `release` is set, one with `/close` with the end of the connection, one with
@@ -329,6 +330,8 @@ class Upstream:
                 """Clients of tests hang up as they please."""
 
         self._server = Server(("127.0.0.1", 0), Handler)
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 

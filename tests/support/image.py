@@ -18,6 +18,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -228,6 +229,9 @@ def find_compiler(python: str) -> bool:
     code = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('CC').split()[0])"
     include, compiler = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     return Path(include, "Python.h").exists() and shutil.which(compiler) is not None
+
+
+needs_a_compiler = pytest.mark.skipif(not find_compiler(sys.executable), reason="no C compiler works here: NOT tested")
 
 
 class Container:

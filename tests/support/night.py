@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.documents import bundle, policy
@@ -33,11 +33,12 @@ DOWN = "error: connection refused by the customer database at 10.0.0.9, which ha
 
 @dataclass
 class Scene:
-    """What happens, to callers whose names end with `who`; `tool` is down."""
+    """What happens, to callers whose names end with `who`; `tool` is down. Agents have a `context` in front of their task."""
 
     made: Stack
     who: str
     tool: str
+    context: str = field(default="", kw_only=True)
 
     def send(self, path: str, user: str, body: bytes = b"{}", **headers: str) -> int:
         """Send a request, and return the status of its answer."""
@@ -51,11 +52,11 @@ class Scene:
 
     def chat(self, turns: int) -> int:
         """An agent without a session, that makes the same mistake."""
-        return self.send(CHAT, "stuck", write(f"Find {self.who} a hotel", "book_hotel", WRONG, turns))
+        return self.send(CHAT, "stuck", self.write(f"Find {self.who} a hotel", "book_hotel", WRONG, turns))
 
     def run(self, turns: int) -> int:
         """An agent with a session, that makes another."""
-        body = write(f"Search for {self.who}", "search_the_web", WRONG, turns)
+        body = self.write(f"Search for {self.who}", "search_the_web", WRONG, turns)
         return self.send(RUNS, "spender", body, session_id=f"session-{self.who}")
 
     def poll(self) -> int:
@@ -79,7 +80,7 @@ class Scene:
             for task in ("invoice", "lead"):
                 for caller in ("ann", "bob", "cid"):
                     turns = [Did(((self.tool, {"q": task}),), (DOWN,), "", f"{task}: try {n}", n) for n in range(1, 9 + more)]
-                    statuses.add(self.send(CHAT, caller, json.dumps(as_chat(turns)).encode()))
+                    statuses.add(self.send(CHAT, caller, self._dump(as_chat(turns))))
             self.send("/hook/fine", "healthy-0")
         return statuses
 
@@ -92,10 +93,13 @@ class Scene:
         assert 200 in self.break_tool()  # they wait, once it is known that it is not their fault
         assert self.work() == {200}
 
+    def write(self, task: str, tool: str, result: str, turns: int) -> bytes:
+        """A conversation in which an agent calls a tool with the same argument, and thinks something else each time."""
+        did = [Did(((tool, {"q": ""}),), (result,), "", f"{task}: attempt {number}", number) for number in range(1, turns + 1)]
+        document = as_chat(did)
+        document["messages"][1]["content"] = task
+        return self._dump({**document, "model": "gpt-4o"})
 
-def write(task: str, tool: str, result: str, turns: int) -> bytes:
-    """A conversation in which an agent calls a tool with the same argument, and thinks something else each time."""
-    did = [Did(((tool, {"q": ""}),), (result,), "", f"{task}: attempt {number}", number) for number in range(1, turns + 1)]
-    document = as_chat(did)
-    document["messages"][1]["content"] = task
-    return json.dumps({**document, "model": "gpt-4o"}).encode()
+    def _dump(self, document: dict[str, Any]) -> bytes:
+        document["messages"][0]["content"] += self.context
+        return json.dumps(document).encode()

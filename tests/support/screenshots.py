@@ -25,7 +25,10 @@ SIZES = {"loops": (1100, 700), "session": (1100, 560), "phone": (375, 480)}
 SCAN = (1060, 400)
 SCHEMES = ("light", "dark")
 
-_TOKENS = 18_250
+_TOKENS = 60_250
+_CONTEXT = "Word " * 48_000
+"""As many bytes as these tokens have."""
+
 _ANSWER = whole(model="gpt-4o", usage={"prompt_tokens": _TOKENS, "completion_tokens": 214})
 _ROW = "[...document.querySelectorAll('.row')].find(row => row.innerText.includes('spender-7'))"
 _LINK = f"{_ROW}.querySelector(\"a[href^='/sessions/']\").getAttribute('href')"
@@ -50,7 +53,7 @@ def playing() -> Iterator[str]:
                 "2.50",
             )
             with stack(POLICIES, *flags, replicas=2, upstream=model.address) as made:
-                scene = Scene(made, "7", "crm.find")
+                scene = Scene(made, "7", "crm.find", context=_CONTEXT)
                 scene.begin()
                 eventually(lambda: _has_settled(made.loopguard), "what the answers have cost")
                 asked = ["--admin", made.loopguard.admin_url, "--token-file", str(tokens)]

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from extproc.build import describe_build
 from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
 
@@ -64,6 +65,7 @@ def write_report(report: Mapping[str, Any], *, named: bool) -> list[str]:
     """One server's report in lines, with its name if there are several."""
     lines = [f"{report['replica']}:"] if named else []
     lines.append(report["line"])
+    lines.append(f"build: {describe_build(report['build'])}")
     if report["problem"]:
         lines.append(f"other replicas' numbers are missing or old: {report['problem']}")
     for policy in report["policies"]:

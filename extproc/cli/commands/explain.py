@@ -328,7 +328,7 @@ def _describe_action(candidate: LoopCandidate, step: int) -> str:
     told = {
         "reject": f"reject with {answer}{status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
-        "land": "land (a final answer without tools)",
+        "land": "land (a final answer without tool calls)",
         "steer": "steer",
         "warn": "warn",
     }[outcome.action.value]

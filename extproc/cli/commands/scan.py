@@ -51,9 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from extproc.cli.replay.command import show_bar  # noqa: PLC0415  # this and rich take 0.2 s to import
-    from extproc.cli.scan.files import choose_paths, find_files  # noqa: PLC0415  # same
+    from extproc.cli.scan.files import EXAMPLE, choose_paths, find_files  # noqa: PLC0415  # same
     from extproc.cli.scan.lines import UnreadLines  # noqa: PLC0415  # same
-    from extproc.cli.scan.page import render_scan  # noqa: PLC0415  # same
     from extproc.cli.scan.report import ScanReport  # noqa: PLC0415  # same
     from extproc.cli.scan.show import list_problems, print_limits, print_scan  # noqa: PLC0415  # same
     from extproc.cli.scan.work import MOST_PROCESSES, ScanTask, count_processors, scan_files  # noqa: PLC0415  # same
@@ -75,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
             report.add(batch)
     document = report.make_document()
     if options.html is not None:
+        from extproc.cli.scan.page import render_scan  # noqa: PLC0415  # jinja2 takes 0.1 s to import
+
         write_file(options.html, render_scan(document))
     if options.json:
         print(write_json(document))
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         print(escape_controls(line), file=sys.stderr)
     if not document["conversations"]:
         why = _explain_nothing(document["problems"], unchanged=options.since is not None and not files)
-        raise LoopguardError(f"nothing to scan in {', '.join(paths)}: {why}")
+        raise LoopguardError(f"nothing to scan in {', '.join(paths)}: {why}{'' if options.path else EXAMPLE}")
     return 0
 
 

@@ -23,6 +23,9 @@ _HOMES: Final = (
 )
 """Where agents leave transcripts: the variable that names their folder, the folder without it, and what to read in it."""
 
+EXAMPLE: Final = "; name files or folders, or try `loopguard scan examples/transcripts` in a checkout"
+"""What to do if the usual folders hold nothing."""
+
 
 class FoundFile(NamedTuple):
     """A file, with its size in bytes."""
@@ -46,7 +49,7 @@ def choose_paths(given: Sequence[str]) -> list[str]:
     usual = list_usual(os.environ)
     paths = list(given) or [path for path in map(os.path.expanduser, usual) if Path(path).is_dir()]
     if not paths:
-        raise UsageError(f"no transcripts in {' or '.join(usual)}: name files or folders, such as `loopguard scan logs/`")
+        raise UsageError(f"no transcripts in {' or '.join(usual)}{EXAMPLE}")
     for path in paths:
         if not path or not Path(path).exists():
             raise UsageError(f"{path or 'an empty path'} does not exist: name a file or a folder of transcripts")

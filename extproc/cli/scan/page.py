@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from extproc.cli.scan.report import GROUPS
-from extproc.cli.scan.show import list_problems, summarize, write_dollars, write_number, write_path, write_spent
+from extproc.cli.scan.show import list_problems, list_steps, summarize, write_dollars, write_number, write_path
 
 _ROWS = 50
 
@@ -30,10 +30,10 @@ def render_scan(document: Mapping[str, Any]) -> str:
         groups=groups,
         highest=highest,
         problems=list_problems(document["problems"]),
+        list_steps=list_steps,
         write_dollars=write_dollars,
         write_number=write_number,
         write_path=write_path,
-        write_spent=write_spent,
     )
 
 

@@ -1,9 +1,10 @@
-"""A report for people, in a terminal: what looped and what it cost, then where, then the worst loops."""
+"""A report for people, in a terminal: what looped and what it cost, then the worst loop, then where, then other loops."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from extproc.cli.replay.table import add_row, make_console, make_table, print_ta
 from extproc.cli.scan.limits import PERCENTS
 from extproc.cli.scan.report import GROUPS
 from extproc.logs import escape_controls, write_json
+from extproc.operator.admin.row_states import write_age
 
 _ROWS = 10
 _WIDTH = 30
@@ -25,6 +27,14 @@ _TITLES = {
     "agent": "By agent",
     "tool": "By tool",
 }
+_STEPS = (
+    ("noted", "Loopguard adds a note for the model; the loop goes on for {after_note}"),
+    ("landed", "Loopguard asks for a final answer without tools"),
+    ("stopped", "Loopguard refuses, which saves {after_stop}"),
+    ("ends", "the loop ends"),
+)
+"""What Loopguard would have done in a loop, by the key of the call."""
+
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -50,17 +60,15 @@ def print_scan(document: Mapping[str, Any]) -> None:
         console.print(Text(escape_controls(line)), soft_wrap=True)
     if not document["loops"]:
         return
+    worst, *others = [describe_loop(loop, number) for number, loop in enumerate(document["worst"], 1)]
+    _print_loops("The worst loop", [worst])
     for group in GROUPS:
         rows = [row for row in document["by"][group] if row["looped"]] if group != "day" else document["by"][group]
         if len(rows) > 1 or group in {"agent", "tool"}:
             _print_group(group, rows[-_ROWS:] if group == "day" else rows[:_ROWS])
-    print()
-    shown = len(document["worst"])
-    console.print(Text(("The worst loop" if shown == 1 else f"The {shown} worst loops"), style="bold"))
-    for number, loop in enumerate(document["worst"], 1):
-        print()
-        for line in describe_loop(loop, number):
-            print(escape_controls(line))
+    if others:
+        _print_loops("The next worst loops", others)
+    print("\n--show prints what is repeated, and --html FILE writes a page.")
 
 
 def summarize(document: Mapping[str, Any]) -> list[str]:
@@ -74,8 +82,11 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
             were = "" if kind == "unread" else "was " if unread["count"] == 1 else "were "
             lines.append(f"{count_many(unread['count'], noun)} {were}{what}: {', '.join(unread['names'])}.")
     if document["loops"]:
-        for after, when in (("after_note", "a note at the third identical turn"), ("after_stop", "a stop at the seventh")):
-            lines.append(f"After {when}, they went on for {write_spent(document[after])}{_write_share(document, after)}.")
+        if document["after_stop"]["calls"]:
+            saved = _write_part(document, "after_stop")
+            lines.append(f"Loopguard would have saved {saved}: it refuses from the seventh identical turn on.")
+        noted = _write_part(document, "after_note")
+        lines.append(f"If the agents had followed its note at the third, it would have saved {noted}.")
     if document["only_noted"]:
         noted = count_many(document["only_noted"], "conversation")
         lines.append(f"In {noted}, short results without an error were repeated: these would get a note, and no stop.")
@@ -96,22 +107,27 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
 def describe_loop(loop: Mapping[str, Any], number: int) -> list[str]:
     """One of the worst loops."""
     tools = ", ".join(loop["tools"]) or "no tool"
-    began = f"{loop['began'].replace('T', ' ').removesuffix('Z')} UTC, " if loop["began"] else ""
+    began, ended = [datetime.fromisoformat(loop[name]) if loop[name] else None for name in ("began", "ended")]
+    span = f" in {write_age((ended - began).total_seconds())}" if began and ended else ""
     lines = [
-        f"{number:>2}. {tools}: {loop['words']}, {loop['turns']} turns{'' if loop['loop'] else ' (a note at most)'}",
+        f"{number:>2}. {tools}: {loop['words']}, {loop['turns']} turns{span}{'' if loop['loop'] else ' (a note at most)'}",
         f"    {loop['agent']} in {write_path(loop['project'])}, {loop['kind']} {loop['session']}".rstrip(),
-        f"    began {began}call {loop['begins']} of {loop['calls']}: {write_path(loop['place'])}",
     ]
-    for after, mark, word in (("after_note", "noted", "note"), ("after_stop", "stopped", "stop")):
-        if loop[mark]:
-            lines.append(f"    {word} at call {loop[mark]}; it went on for {write_spent(loop[after])}")
     for turn in loop["repeated"]:
         if turn["text"]:
             lines.append(f"    > {turn['text']}")
         elif turn["action_bytes"] or turn["result_bytes"]:
             sizes = f"{turn['action_bytes']:,} bytes, result {turn['result']} of {turn['result_bytes']:,} bytes"
             lines.append(f"    > action {turn['action']} of {sizes}")
-    return lines
+    return [*lines, *[f"    {line}" for line in list_steps(loop)]]
+
+
+def list_steps(loop: Mapping[str, Any]) -> list[str]:
+    """Where a loop began, what Loopguard would have done about it, and where it ended."""
+    began = f", {loop['began'].replace('T', ' ').removesuffix('Z')} UTC" if loop["began"] else ""
+    spent = {after: write_spent(loop[after]) for after in ("after_note", "after_stop")}
+    steps = [f"call {loop[key]:,}: {words.format(**spent)}" for key, words in _STEPS if loop[key]]
+    return [f"call {loop['begins']:,} of {loop['calls']:,}{began}: the loop begins, {write_path(loop['place'])}", *steps]
 
 
 def list_problems(problems: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -161,9 +177,18 @@ def count_many(number: int, noun: str) -> str:
     return f"{number:,} {count(number, noun).partition(' ')[2]}"
 
 
-def _write_share(document: Mapping[str, Any], after: str) -> str:
+def _write_part(document: Mapping[str, Any], after: str) -> str:
     part, whole = document[after]["tokens"], document["spent"]["tokens"]
-    return f" ({part / whole:.0%} of all tokens)" if part and whole else ""
+    return f"{write_spent(document[after])}{f' ({part / whole:.0%} of all tokens)' if part and whole else ''}"
+
+
+def _print_loops(title: str, loops: Sequence[Sequence[str]]) -> None:
+    print()
+    make_console().print(Text(title, style="bold"))
+    for lines in loops:
+        print()
+        for line in lines:
+            print(escape_controls(line))
 
 
 def _print_group(group: str, rows: Sequence[Mapping[str, Any]]) -> None:

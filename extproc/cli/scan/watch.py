@@ -104,7 +104,9 @@ class FoundLoop(msgspec.Struct):
         time: when that was, in milliseconds since 1970; 0 if unknown.
         place: where that is.
         ends: the number of the last call in the loop.
+        ended: when that was, as `time`.
         noted: the number of the first call with a note; 0 for none.
+        landed: the number of the first call that has to be the final answer; 0 for none.
         stopped: the number of the first refused call; 0 for none.
         after_note: calls in the loop from `noted` on.
         after_stop: calls in the loop from `stopped` on.
@@ -119,7 +121,9 @@ class FoundLoop(msgspec.Struct):
     time: int
     place: ScannedPlace
     ends: int = 0
+    ended: int = 0
     noted: int = 0
+    landed: int = 0
     stopped: int = 0
     after_note: Spent = Spent()
     after_stop: Spent = Spent()
@@ -346,9 +350,11 @@ class Watch:
         action = self._judging.detector.find_action(found)
         if not loop.noted:
             loop.noted, self._before[0] = number, before
+        if not loop.landed and action is Action.LAND:
+            loop.landed = number
         if not loop.stopped and action in _STOPS:
             loop.stopped, self._before[1] = number, before
-        loop.ends = number
+        loop.ends, loop.ended = number, call.time
         loop.after_note = report.spent.minus(self._before[0])
         if loop.stopped:
             loop.after_stop = report.spent.minus(self._before[1])

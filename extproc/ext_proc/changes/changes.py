@@ -1,6 +1,6 @@
-"""Edits a request's body: removes tools without budget left, forbids several calls at once, asks for usage, and adds a note.
+"""Edits a request's body: removes or forbids tools, forbids several calls at once, asks for usage, and adds a note.
 
-Impossible edits are counted, and the request continues without them, unless all of its tools had to be removed.
+Impossible edits are counted, and the request continues without them, unless a session's limits forbid all of its tools.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from extproc.engine.evaluation import Evaluation
 from extproc.ext_proc.answers.go_on import NARROWED, STEERED
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.edits import NotEdited
-from extproc.ext_proc.changes.narrow import narrow, remove_tools
+from extproc.ext_proc.changes.narrow import forbid_tools, narrow
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.ext_proc.changes.usage import request_usage
 from extproc.operator.reporting import Reporter
-from extproc.request.document import Document
 from extproc.request.patch import AMBIGUOUS, Patch, Pieces
 
 OBSERVED: Final = "observed"
@@ -79,23 +78,22 @@ UNCHANGED: Final = Changed(None, ())
 
 
 class _Landing:
-    """Removes all tools from a body that gets a note.
+    """Forbids all tools of a body that gets a note.
 
     Attributes:
-        began: the note has a place, so what fails from then on is the removal.
-        narrowed: there were tools to remove.
+        began: the note has a place, so what fails from then on is the other edit.
+        narrowed: there were tools to forbid.
     """
 
-    def __init__(self, path: str, document: Document | None) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
-        self._document = document
         self.began = False
         self.narrowed = False
 
-    def remove_tools(self, patch: Patch) -> None:
-        """Remove them; raises as `narrow.remove_tools` does."""
+    def forbid_tools(self, patch: Patch) -> None:
+        """Forbid them; raises as `narrow.forbid_tools` does."""
         self.began = True
-        self.narrowed = remove_tools(patch, self._path, self._document)
+        self.narrowed = forbid_tools(patch, self._path)
 
 
 class Changes:
@@ -126,7 +124,7 @@ class Changes:
         return decision, changed
 
     def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
-        """Remove tools from the request, or refuse it if that is impossible and none may stay."""
+        """Remove or forbid tools of the request, or refuse it if that is impossible and none may be called."""
         sessions = evaluation.enforcing.sessions
         narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
         strict = [session for session, narrowing in narrowed if narrowing.every]
@@ -181,10 +179,10 @@ class Changes:
     def _land(
         self, evaluation: Evaluation, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[bytes, ...]
     ) -> Changed:
-        """Add a note and remove all tools; where that is impossible, the note has to do. Raises what `steer` does."""
-        landing = _Landing(evaluation.request.path, evaluation.document)
+        """Add a note and forbid all tools; where that is impossible, the note has to do. Raises what `steer` does."""
+        landing = _Landing(evaluation.request.path)
         try:
-            noted = add_note(landing.remove_tools)
+            noted = add_note(landing.forbid_tools)
         except Exception as error:
             if not landing.began:
                 raise

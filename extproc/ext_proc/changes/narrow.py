@@ -1,8 +1,8 @@
-"""Narrowing: removes declared tools from a request, so that the model cannot call them, or not several at once.
+"""Narrowing: keeps the model from calling declared tools, or several at once.
 
-Apart from the declarations, the tool choice and the switch for calls at once, no byte changes. Some APIs refuse a history with
-calls if no tool is declared. For these, the tool that was called last stays declared, and the tool choice forbids calls. Tools
-that an MCP server offers are not declared individually, so they stay.
+Apart from the declarations, the tool choice and the switch for calls at once, no byte changes. If no tool may be called, the
+choice says so, and the declarations stay, because providers' prompt caches begin with them. Where no choice can forbid them,
+limits of sessions remove the declarations; a landing does not. Tools of an MCP server are not declared individually: they stay.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from extproc.apis import TOOL_LISTS, TOOL_WORDS, needs_tool
+from extproc.apis import TOOL_LISTS, TOOL_WORDS, takes_choice
 from extproc.apis.api import Changes, ToolList, ToolsLeft
 from extproc.bounded import Memo
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value, measure_known
-from extproc.sessions.history import find_called
 
 _WRAPPERS: Final = TOOL_WORDS.wrappers
 _LISTS: Final = TOOL_WORDS.lists
@@ -65,26 +64,27 @@ def narrow(  # noqa: PLR0913  # all that an edit depends on
     """
     mark, patch = open_patch(request, body, document)
     try:
-        _Narrowing(patch, without, kept, scarce, request.path, document).narrow()
+        _Narrowing(patch, without, kept, scarce, request.path).narrow()
         return b"".join([mark, *patch.apply()])
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 
 
-def remove_tools(patch: Patch, path: str, document: Document | None) -> bool:
-    """Remove all tools from a body that is being edited; returns whether there were any to remove.
+def forbid_tools(patch: Patch, path: str) -> bool:
+    """Forbid all tools in a body that is being edited, by the tool choice alone; returns whether it changes.
+
+    Tools that the API runs itself, whatever the choice, stay.
 
     Args:
         patch: the edit of the body.
         path: the request's path.
-        document: see `open_patch`.
 
     Raises:
-        NotEdited: the tools cannot be removed.
+        NotEdited: the body is ambiguous, or its API has no such choice.
         NotCounted: the body is ambiguous or too large.
     """
     before = patch.count_changes()
-    _Narrowing(patch, None, (), (), path, document).narrow()
+    _Narrowing(patch, None, (), (), path, removes=False).narrow()
     return patch.count_changes() > before
 
 
@@ -318,7 +318,7 @@ def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
 
 
 class _Narrowing:
-    __slots__ = ("_document", "_gone", "_kept", "_patch", "_path", "_scarce", "_without")
+    __slots__ = ("_gone", "_kept", "_patch", "_path", "_removes", "_scarce", "_without")
 
     def __init__(  # noqa: PLR0913  # all that an edit depends on
         self,
@@ -327,15 +327,19 @@ class _Narrowing:
         kept: Collection[str],
         scarce: Collection[str],
         path: str,
-        document: Document | None,
+        *,
+        removes: bool = True,
     ) -> None:
-        """Prepare to narrow one body; `path` is the request's, the others are those of `narrow`."""
+        """Prepare to narrow one body.
+
+        `path` is the request's; with `removes`, declarations may be removed; the others are those of `narrow`.
+        """
         self._patch = patch
         self._without = None if without is None else frozenset(without)
         self._kept = frozenset(kept)
         self._scarce = frozenset(scarce)
         self._path = path
-        self._document = document
+        self._removes = removes
         self._gone: set[str] = set()
 
     def narrow(self) -> None:
@@ -386,15 +390,14 @@ class _Narrowing:
         if tools.dialect is not None:
             api = tools.dialect
         scarce = api.hold is not None and any(not self._scarce.isdisjoint(tool.names) for tool in tools.found)
-        outcome = self._take_out(tools)
-        gone: Changes = dict.fromkeys((api.tools, *api.along)) if outcome is ToolsLeft.GONE else {}
-        if api.choose is not None:
-            return gone | api.choose(self._patch, fields, outcome, self._gone)
+        outcome = self._take_out(tools, api)
         if outcome is ToolsLeft.GONE:
-            return gone | {api.choice: None}
+            return {api.tools: None}
+        if api.choose is not None:
+            return api.choose(self._patch, fields, outcome, self._gone)
         if outcome is ToolsLeft.FORBIDDEN:
             return {api.choice: _forbid(api)}
-        choice, changes = fields.get(api.choice), gone
+        choice, changes = fields.get(api.choice), Changes()
         if outcome is ToolsLeft.FEWER and choice is not None and self._patch.is_object(choice):
             changes = self._mend_choice(choice, api)
         if scarce and api.hold is not None:
@@ -407,33 +410,35 @@ class _Narrowing:
             return None
         return _Tools(self._patch, fields[key], others, name)
 
-    def _take_out(self, tools: _Tools) -> ToolsLeft:
-        """Remove tools from a list. If none would be left, the list is not edited: its caller removes it."""
+    def _take_out(self, tools: _Tools, api: ToolList) -> ToolsLeft:
+        """Remove some tools from a list; if none may be called, its caller edits the choice, or removes the list."""
         if self._without is None:
             gone = [tool for tool in tools.found if self._kept.isdisjoint(tool.names)]
         else:
             gone = [tool for tool in tools.found if not self._without.isdisjoint(tool.names)]
-        forbidden = self._without is None and tools.served
-        if forbidden and len(gone) < len(tools.found):
+        served = self._without is None and tools.served
+        if served and len(gone) < len(tools.found):
             raise NotEdited(NO_CHOICE)  # among the tools of a server, none can be kept
-        if not gone and not forbidden:
+        if not gone and not served:
             return ToolsLeft.SAME
-        if len(gone) == len(tools.found) and not tools.served:
-            needed = self._find_needed([tool for tool in gone if not tool.built_in])
-            if needed is None:
-                return ToolsLeft.GONE
-            gone.remove(needed)
-            forbidden = True
+        if served or (len(gone) == len(tools.found) and not tools.served):
+            return self._forbid_all(tools, api)
         self._gone.update([name for tool in gone for name in tool.names])
         tools.remove(gone)
-        return ToolsLeft.FORBIDDEN if forbidden else ToolsLeft.FEWER
+        return ToolsLeft.FEWER
 
-    def _find_needed(self, tools: Sequence[_Tool]) -> _Tool | None:
-        """The tool that has to stay: the one called last, else the first; None if the API needs no tool."""
-        if not tools or not needs_tool(self._path):
-            return None
-        called = find_called(self._patch, {name for tool in tools for name in tool.names}, self._document)
-        return next((tool for tool in tools if called in tool.names), tools[0]) if called is not None else None
+    def _forbid_all(self, tools: _Tools, api: ToolList) -> ToolsLeft:
+        """Find out how to forbid all tools of a list; those that the API runs regardless of the choice can only be removed."""
+        built_in = [tool for tool in tools.found if tool.built_in]
+        if len(built_in) == len(tools.found) and not tools.served:
+            return ToolsLeft.GONE if self._removes else ToolsLeft.SAME
+        if api.none and takes_choice(self._path):
+            if self._removes:
+                tools.remove(built_in)
+            return ToolsLeft.FORBIDDEN
+        if not self._removes or (api.call and api.call in self._patch.data):
+            raise NotEdited(NO_CHOICE)
+        return ToolsLeft.GONE
 
     def _mend_choice(self, value: Value, api: ToolList) -> Changes:
         """Adapt a tool choice that names removed tools."""

@@ -104,9 +104,9 @@ def _look_ahead(outcome: Outcome, guard: Guard) -> tuple[str, str]:
     if outcome.repeat is not None and outcome.repeat.widespread:
         return "", ""
     if Action.LAND in guard.actions:
-        outlook = f"If this continues, all tools are taken away{', and then requests are refused' if outlook else ''}."
+        outlook = f"If this continues, tool calls are forbidden{', and then requests are refused' if outlook else ''}."
     notes, action, left = guard.foresee(outcome)
     if left:
         when = "At the next repetition" if left == 1 else f"After {left} more repetitions"
-        outlook = f"{when}, {'all tools are taken away' if action is Action.LAND else 'requests will be refused'}."
+        outlook = f"{when}, {'tool calls are forbidden' if action is Action.LAND else 'requests will be refused'}."
     return _AGAIN if notes else "", outlook

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.budgets.guard import BUDGET
+from extproc.build import BUILD
 from extproc.decision import MISSING
 from extproc.engine.ramp import tell_share
 from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNPAID, UNSTEERED
@@ -149,6 +150,7 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
     return {
         **describe_view(view, now),
         **describe_coverage(document, state),
+        "build": BUILD,
         "since": write_time(document.since),
         "store": state.store,
         "store_kept_since": write_time(state.kept_since) if state.kept_since else None,

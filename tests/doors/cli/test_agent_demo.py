@@ -19,7 +19,6 @@ from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Process
 from tests.support.processes import alive
 
-(_README_SHOWS,) = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMAND = [sys.executable, str(ROOT / "envoy" / "agent_demo.py")]
 
 
@@ -52,8 +51,8 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
     output = demo.output()
     assert code == 0, output
     for line in (
-        "1. A stuck agent that words each thought differently (openai SDK, chat completions)",
-        "     3  check_build(build=4711)               queued",
+        "1. An agent that repeats a failing call: the model reads the note, and finishes (openai SDK, chat completions)",
+        "     3  deploy(build=4711)                    error: build 4711 is not signed",
         "     4  REFUSED                               openai.RateLimitError, status 429",
         "     4  REFUSED                               anthropic.RateLimitError, status 429",
         "        Loop detected: 3 of the last 3 turns were search_docs with the same input and the same result,",
@@ -66,13 +65,12 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "        [~loopguard~ Note from the gateway, not from the tool: Loop detected: 3 of the last 3 turns were",
         "     4  ask_operator()                        restored from the backup",
         "        read_file with the same input and the same result. The error was \u201cerror: no such file\u201d each",
-        "        result you have so far. At the next repetition, all tools are taken away.",
+        "        result you have so far. At the next repetition, tool calls are forbidden.",
         "  ok   steered     not refused after 5 turns; 5 requests sent, 5 reached the model",
         "  ok   landed      not refused after 6 turns; 6 requests sent, 6 reached the model",
         "8 of 8 scenes ended as expected.",
     ):
         assert f"\n{line}\n" in output
-    assert _README_SHOWS in output
     assert "\x1b" not in output  # no colours where there is no terminal
     assert left(output) == []
 
@@ -113,7 +111,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     """Ctrl-C in the middle of a scene ends the demo with 130, and nothing stays behind."""
     slow = write(tmp_path / "policy.json", action="throttle", body="ignore", threshold_identical_requests=2)
     demo = run(tmp_path / "log", "--policy", slow, "--scene", "chat")
-    demo.wait_for(r"\n +2  check_build")  # the turns after it are held for longer and longer, 3 s in all
+    demo.wait_for(r"\n +2  deploy")  # the turns after it are held for longer and longer, 3 s in all
 
     demo.signal(signal.SIGINT)
 
@@ -140,7 +138,7 @@ def test_help_has_examples() -> None:
     shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
 
     assert "make demo-agent ARGS='--scene cycle'" in shown
-    assert "{chat,progress,responses,anthropic,stored,cycle,steered,landed}" in shown
+    assert "{steered,chat,progress,responses,anthropic,stored,cycle,landed}" in shown
 
 
 def test_make_installs_the_sdks_and_passes_flags() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from extproc.build import BUILD, describe_build
 from extproc.cli.main import main
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
@@ -87,6 +88,17 @@ def test_before_any_request_it_says_so(made: Stack, capsys: pytest.CaptureFixtur
 
     main(["top", "--once", "--admin", made.loopguard.admin_url])
     assert "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`" in flat(capsys)
+
+
+def test_a_server_says_everywhere_which_build_it_is(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start line of the log, `/readyz` and `doctor`; pure Python says what compiling gains."""
+    doctor = Doctor(capsys, made.loopguard)
+
+    assert json.loads(made.loopguard.get("/readyz")[1])["build"] == doctor.reports[0]["build"] == BUILD
+    assert f"\nbuild: {describe_build()}\n" in doctor.text
+    assert describe_build() in made.loopguard.output()
+    assert describe_build("compiled") == "compiled"
+    assert "LOOPGUARD_COMPILED=1" in describe_build("pure Python")
 
 
 def flat(capsys: pytest.CaptureFixture[str]) -> str:

@@ -58,7 +58,7 @@ def _complete(completion: Completion, _: Question) -> Framed:
 
 
 API = Api(
-    paths={r"/talk\Z": Endpoint(_write_error, _complete, needs_tool=False)},
+    paths={r"/talk\Z": Endpoint(_write_error, _complete)},
     asked=("reply_to",),
     shapes=(Shape(("dialogue",), Dialogue, Line, _name_speaker, _read, lambda line: line.says, locate=_locate),),
     tool_lists=(ToolList("dialogue", "buttons", "may_push", none=b'"nothing"'),),

@@ -114,9 +114,10 @@ def test_its_refusals_have_its_shape(seen: Seen) -> None:
 
 
 def test_its_tools_are_narrowed(seen: Seen) -> None:
-    """One of them is taken out, or all, with the choice among them."""
+    """One of them is taken out, or all are forbidden by the choice among them."""
     assert seen["fewer"]["buttons"] == [{"labelled": {"name": "knock"}}]
-    assert seen["without"].keys() == {"dialogue"}
+    assert len(seen["without"]["buttons"]) == 2
+    assert seen["without"]["may_push"] == "nothing"
 
 
 def test_its_model_and_its_usage_are_read(seen: Seen) -> None:

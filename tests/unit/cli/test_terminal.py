@@ -165,7 +165,7 @@ def is_clean(text: str) -> bool:
 
 
 COVERAGE = {
-    "replica": EVIL, "replicas": [EVIL], "line": EVIL, "problem": EVIL,
+    "replica": EVIL, "replicas": [EVIL], "line": EVIL, "build": EVIL, "problem": EVIL,
     "policies": [{"policy": EVIL, "mode": EVIL, "counted": 1, "requests": 2, "exempt": 0, "place": EVIL}],
     "findings": [
         {"level": EVIL, "text": EVIL, "change": EVIL, "place": EVIL, "policy": EVIL, "detector": EVIL, "route": EVIL,

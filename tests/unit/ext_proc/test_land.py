@@ -1,4 +1,4 @@
-"""Landing: a request that goes on without tools, with a note that asks for a final answer."""
+"""Landing: a request that goes on with tool calls forbidden, and with a note that asks for a final answer."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ DECLARED: dict[str, dict[str, Any]] = {
 }
 """Two tools, or one, in each API."""
 
+FORBIDDEN: dict[str, dict[str, Any]] = {
+    "chat": {"tool_choice": "none"},
+    "responses": {"tool_choice": "none"},
+    "anthropic": {"tool_choice": {"type": "none"}},
+    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+    "bedrock": {},
+    "ollama": {},
+}
+"""What forbids calls of them; these two APIs have no such choice."""
+
 
 def test_a_loop_is_steered_then_landed_then_refused() -> None:
     """By its count; headers, metadata and metrics say which."""
@@ -61,10 +71,10 @@ def test_notes_say_what_comes_next() -> None:
 
     first, second = [last_text(steered(ask(service, looping(times)))) for times in (3, 4)]
 
-    assert "After 2 more repetitions, all tools are taken away." in first
+    assert "After 2 more repetitions, tool calls are forbidden." in first
     assert "An earlier note said so" not in first
     assert "An earlier note said so, and nothing has changed." in second
-    assert "At the next repetition, all tools are taken away." in second
+    assert "At the next repetition, tool calls are forbidden." in second
 
 
 @pytest.mark.sources  # compiled classes keep their methods
@@ -82,7 +92,7 @@ def test_an_edit_costs_its_tenant_little_however_long_other_processes_run(monkey
 
 @pytest.mark.parametrize("api", sorted(DECLARED))
 def test_each_api_lands_in_its_own_way(api: str) -> None:
-    """No tool may be called, the messages are as they were but for the note."""
+    """No tool may be called, and nothing but the choice and the note is new."""
     sent = SHAPES[api]([Did((("f", {"a": 1}),), ("no such file",))] * 3) | DECLARED[api]
     service = make_service(policy("p", ANY, **NOTE))
 
@@ -91,14 +101,20 @@ def test_each_api_lands_in_its_own_way(api: str) -> None:
     changed = answer.request_body.response.body_mutation.body
     assert changed.count(OPENING.encode()) == 1
     value = json.loads(without_notes(changed))
-    key = {"responses": "input", "gemini": "contents"}.get(api, "messages")
-    assert value[key] == sent[key]
-    if api == "bedrock":  # whose choice among tools cannot be none of them
-        assert value == sent
-        assert sample(service, "unnarrowed_total", policy="p", reason="no_choice") == 1
-    else:
-        mode = value.get("toolConfig", {}).get("functionCallingConfig", {}).get("mode")
-        assert not value.get("tools") or mode == "NONE" or value["tool_choice"] in ("none", {"type": "none"})
+    assert value == sent | FORBIDDEN[api]
+    assert sample(service, "unnarrowed_total", policy="p", reason="no_choice") == (not FORBIDDEN[api])
+
+
+@pytest.mark.parametrize("declared", [[], DECLARED["gemini"]["tools"]])
+def test_a_landing_leaves_the_tools_that_gemini_runs(declared: list[object]) -> None:
+    """No choice forbids them; without them, the prompt would begin in another way."""
+    history = SHAPES["gemini"]([Did((("f", {"a": 1}),), ("no such file",))] * 3)
+    sent = history | {"tools": [*declared, {"googleSearch": {}}]}
+
+    answer = decoded(exchange(make_service(policy("p", ANY, **NOTE)), headers(PATHS["gemini"]), body(encoded(sent)))[-1])
+
+    changed = json.loads(without_notes(answer.request_body.response.body_mutation.body))
+    assert changed == (sent | FORBIDDEN["gemini"] if declared else sent)
 
 
 @pytest.mark.parametrize("spaced", [False, True])
@@ -119,7 +135,7 @@ def test_every_byte_around_a_note_stays_as_the_history_grows(api: str, front: bo
 
 
 @pytest.mark.parametrize("front", [False, True])
-def test_a_landing_changes_only_the_tools_beside_its_note(front: bool) -> None:
+def test_a_landing_changes_only_the_choice_beside_its_note(front: bool) -> None:
     """Whether the tools are before the messages or behind them, and in each request of a growing history."""
     service = make_service(policy("p", ANY, **NOTE))
     tools = DECLARED["chat"] | {"tool_choice": "auto"}
@@ -128,13 +144,13 @@ def test_a_landing_changes_only_the_tools_beside_its_note(front: bool) -> None:
 
         answer = ask(service, encoded(tools | history if front else history | tools))
 
-        left = {"tools": tools["tools"][:1], "tool_choice": "none"}
+        left = tools | {"tool_choice": "none"}
         expected = encoded(left | history if front else history | left)
         assert without_notes(answer.request_body.response.body_mutation.body) == expected
 
 
 def test_an_agent_that_writes_its_actions_lands_by_the_note_alone() -> None:
-    """It declares no tools that could be taken away."""
+    """It declares no tools that could be forbidden."""
     sent = encoded(as_text([Did((("ls", {}),), ("no such file",))] * 3, STYLES["fence"]))
 
     answer = ask(make_service(policy("p", ANY, **NOTE)), sent)
@@ -175,7 +191,7 @@ def test_what_cannot_be_edited_goes_on_with_a_warning() -> None:
 
 
 def test_operators_words_are_followed_by_what_a_landing_asks() -> None:
-    """The model has to know that it has no tools, whatever the operator says."""
+    """The model has to know that it may call no tools, whatever the operator says."""
     note = last_text(steered(ask(make_service(policy("p", ANY, **NOTE, steer_note="Stop: {cause}")), looping(3))))
 
     assert "Stop: The error was \u201cno such file\u201d each time." in note

@@ -104,15 +104,14 @@ def write(api: str, turns: Sequence[Did], tools: Sequence[str] | None, choice: C
     return request | {key: value for key, value in declared.items() if value is not None}
 
 
-def expect(api: str, used: Sequence[str], tools: list[str], without: Collection[str] | None, choice: Any) -> Any:  # noqa: ANN401  # a Choice
-    """The tools and the choice that there should be, None where it should be refused; `used`: the last to be called first."""
+def expect(api: str, tools: list[str], without: Collection[str] | None, choice: Any, *, called: bool) -> Any:  # noqa: ANN401  # a Choice
+    """The tools and the choice that there should be, None where it should be refused; `called`: the history has a call."""
     _, _, _, auto, none = APIS[api]
     left = [name for name in tools if without is not None and name not in without]
     if not left:
-        if not used or api == "ollama":
-            return None, None
-        kept = next((name for name in used if name in tools), tools[0])
-        return ([kept], none) if none else None
+        if none:
+            return tools, none
+        return None if called and api == "bedrock" else (None, None)
     if isinstance(choice, tuple) and isinstance(choice[1], list):
         allowed = [name for name in choice[1] if name in left or name not in tools]
         choice = (choice[0], allowed) if allowed else none
@@ -139,11 +138,6 @@ def refused(body: bytes, *without: str, every: bool = False) -> str:
     return why.value.reason
 
 
-def tidy(value: dict[str, Any]) -> dict[str, Any]:
-    """A request without an empty configuration, which says nothing."""
-    return {key: item for key, item in value.items() if (key, item) != ("toolConfig", {})}
-
-
 def read_raw(body: bytes) -> dict[str, bytes]:
     """The members of a body, as they stand there."""
     return {key: bytes(item) for key, item in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
@@ -165,7 +159,7 @@ def test_what_is_named_goes_and_the_choice_fits(
     choice = data.draw(APIS[api][2])
     old = write(api, turns, tools, choice)
     body = spelled(data.draw, old).encode()
-    expected = expect(api, [name for names in made[::-1] for name in names[::-1]], tools, without, choice)
+    expected = expect(api, tools, without, choice, called=b'"toolUse"' in body)
 
     if expected is None:
         with pytest.raises(NotEdited, match="no_choice"):
@@ -173,7 +167,7 @@ def test_what_is_named_goes_and_the_choice_fits(
         return
     new = narrow(request_of(api), body, without)
 
-    assert tidy(json.loads(new)) == write(api, turns, *expected)
+    assert json.loads(new) == write(api, turns, *expected)
     before, after = read_raw(body), read_raw(new)
     changed = {"tools", "tool_choice", "functions", "function_call", "toolConfig"}
     assert {key: after.get(key) for key in before.keys() - changed} == {key: before[key] for key in before.keys() - changed}
@@ -360,36 +354,29 @@ def test_tools_of_every_kind_are_found(body: bytes, without: list[str], tools: o
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        _chat([*_as_chat(["f"], None)["tools"], _CUSTOM], tool_choice="required", parallel_tool_calls=False),
-        _responses([_flat("f"), {"type": "file_search"}], tool_choice={"type": "file_search"}),
-        _chat([{"name": "f"}, {"type": "bash_20250124", "name": "bash"}], tool_choice={"type": "any"}),
-        _gemini([_declare("f"), {"googleSearch": {}}]),
-        json.dumps({"messages": [{"role": "user", "content": []}], "toolConfig": {"tools": [_SPEC, _CACHE]}}).encode(),
-    ],
-)
-def test_where_nothing_was_called_all_tools_go(body: bytes) -> None:
-    """With them goes what no API takes without tools."""
-    kept = {key: item for key, item in json.loads(body).items() if key in {"messages", "input", "contents"}}
-
-    assert json.loads(narrowed(body, every=True)) == kept
-
-
-@pytest.mark.parametrize(
     ("body", "none"),
     [
+        (_chat([*_as_chat(["f"], None)["tools"], _CUSTOM], tool_choice="required", parallel_tool_calls=False), "none"),
+        (_responses([_flat("f"), {"type": "file_search"}], tool_choice={"type": "file_search"}), "none"),
+        (_responses([_flat("f"), _flat("g")], previous_response_id="r"), "none"),
         (_responses([_SERVER, _flat("f")]), "none"),
         (_responses([_SERVER]), "none"),
+        (_chat([{"name": "f"}, {"type": "bash_20250124", "name": "bash"}], tool_choice={"type": "any"}), {"type": "none"}),
         (_chat([_TOOLSET, {"name": "f"}]), {"type": "none"}),
         (_chat([_TOOLSET]), {"type": "none"}),
     ],
 )
-def test_servers_of_tools_are_left_alone_and_not_called(body: bytes, none: object) -> None:
-    """Where nothing may be called at all, they stay declared, and the choice is none."""
-    found = json.loads(narrowed(body, every=True))
+def test_tools_that_may_not_be_called_stay_declared(body: bytes, none: object) -> None:
+    """Of any kind; nothing but the choice changes."""
+    assert json.loads(narrowed(body, every=True)) == json.loads(body) | {"tool_choice": none}
 
-    assert (found["tools"], found["tool_choice"]) == (json.loads(body)["tools"][:1], none)
+
+def test_bedrock_without_calls_may_do_without_tools() -> None:
+    """It has no choice that forbids them."""
+    said = {"messages": [{"role": "user", "content": []}]}
+    body = json.dumps(said | {"toolConfig": {"tools": [_SPEC, _CACHE]}}).encode()
+
+    assert json.loads(narrowed(body, every=True)) == said
 
 
 def test_a_choice_keeps_what_else_it_says() -> None:
@@ -418,19 +405,15 @@ def test_gemini_is_told_in_the_configuration_that_is_there(config: dict[str, Any
     assert json.loads(narrowed(body, "f"))["toolConfig"] == config | {"functionCallingConfig": {"mode": "NONE"}}
 
 
-def test_a_history_that_the_server_keeps_may_have_calls() -> None:
-    """So one tool stays declared, and is not called."""
-    found = json.loads(narrowed(_responses([_flat("f"), _flat("g")], previous_response_id="r"), every=True))
-
-    assert (found["tools"], found["tool_choice"]) == ([_flat("f")], "none")
-
-
-def test_what_the_server_runs_never_stays() -> None:
-    """Gemini runs code whatever the choice is: a history with code that was run continues without the tool."""
+def test_under_limits_what_the_server_runs_goes() -> None:
+    """Gemini runs code and searches whatever the choice is."""
     ran = [{"role": "model", "parts": [{"executableCode": {"code": "1"}}]}, {"role": "user", "parts": [{"text": "go"}]}]
     body = json.dumps({"contents": ran, "tools": [{"codeExecution": {}}]}).encode()
+    both = json.loads(narrowed(_gemini([_declare("f") | {"googleSearch": {}}, {"codeExecution": {}}]), every=True))
 
     assert json.loads(narrowed(body, "code_execution")) == {"contents": ran}
+    assert both["tools"] == [_declare("f")]
+    assert both["toolConfig"] == {"functionCallingConfig": {"mode": "NONE"}}
 
 
 def test_gemini_in_a_wrapper_is_narrowed() -> None:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.build import BUILD
 from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
 from extproc.operator.admin import server as admin_server
@@ -379,7 +380,8 @@ def test_ready_from_serving_until_draining(server: Server) -> None:
     seen.append(server._readyz())
 
     assert [(page.status, page.body) for page in seen] == [
-        (status, {"status": word, "store": "ok"}) for status, word in ((503, "starting"), (200, "ready"), (503, "draining"))
+        (status, {"status": word, "build": BUILD, "store": "ok"})
+        for status, word in ((503, "starting"), (200, "ready"), (503, "draining"))
     ]
 
 
@@ -391,7 +393,7 @@ def test_a_dead_store_leaves_the_server_ready(server: Server, monkeypatch: pytes
 
     page = server._readyz()
 
-    assert (page.status, page.body) == (200, {"status": "ready", "store": "connection refused"})
+    assert (page.status, page.body) == (200, {"status": "ready", "build": BUILD, "store": "connection refused"})
 
 
 def test_healthy_until_the_event_loop_stalls(server: Server) -> None:

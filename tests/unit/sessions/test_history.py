@@ -16,8 +16,7 @@ from extproc.apis import open_conversation
 from extproc.detectors import chain
 from extproc.detectors.chain import digest_tool, find_place
 from extproc.request.document import Document, NotCounted
-from extproc.request.patch import Patch
-from extproc.sessions.history import RECORD, find_called, read_tool_calls
+from extproc.sessions.history import RECORD, read_tool_calls
 from tests.support.examples import examples
 from tests.support.model_requests import BODIES, HOSTILE, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
@@ -33,20 +32,6 @@ ONCE = Did((("read", {}),), ("seen",))
 
 every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
 every_shape_with_ids = pytest.mark.parametrize("shape", _WITH_IDS)
-
-
-@pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])
-def test_the_tool_called_last_is_found_in_known_messages_as_in_others(shape: str) -> None:
-    """Of those asked about; another call hides none."""
-    turns = [Did(((name, {}),), ("seen",), number=at) for at, name in enumerate(["read", "write", "pay"], 1)]
-    data = json.dumps(SHAPES[shape](turns)).encode()
-    for _ in range(2):  # so that its beginning is cached
-        document = Document(data)
-        open_conversation(document)
-
-    assert conversations.find_known(document, data) is not None
-    for names, called in (({"read", "write"}, "write"), ({"read"}, "read"), ({"pay", "read"}, "pay"), ({"other"}, "")):
-        assert find_called(Patch(data), names, document) == find_called(Patch(data), names) == called
 
 
 def number(turns: Sequence[Turn], *, repeat: bool = False) -> list[Did]:

@@ -433,15 +433,15 @@ def tools_of(answer: ProcessingResponse) -> list[str] | None:
     return [tool["function"]["name"] for tool in json.loads(response.body_mutation.body).get("tools", [])]
 
 
-def test_finish_takes_the_tools_away_for_a_last_answer() -> None:
-    """A session that has used up its tool calls has one request more, which may be sent again, without tools."""
+def test_finish_forbids_the_tools_for_a_last_answer() -> None:
+    """A session that has used up its tool calls has one request more, which may be sent again, and calls no tool."""
     service = make_service(limited(max_tool_calls=2, max_tool_calls_mode="finish"))
 
     answers = [ask(service, turns(number)) for number in (1, 2, 2)]
     last = json.loads(answers[1].request_body.response.body_mutation.body)
 
     assert [status(answer) for answer in answers] == [200, 200, 200]
-    assert [tools_of(answer) for answer in answers] == [None, ["run"], ["run"]]  # a history with calls needs one declared
+    assert [tools_of(answer) for answer in answers] == [None, ["run"], ["run"]]
     assert last["tool_choice"] == "none"
     assert {key: last[key] for key in ("model", "messages")} == {
         key: json.loads(turns(2))[key] for key in ("model", "messages")

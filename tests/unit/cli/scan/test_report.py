@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -62,18 +64,66 @@ def test_the_example_set_holds_what_it_says(capsys: pytest.CaptureFixture[str]) 
     assert report["after_note"]["dollars"] > report["after_stop"]["dollars"] > 0
 
 
-def test_people_read_a_summary_then_where_then_the_worst(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first line says how many looped; the worst loops follow, one block each."""
-    run = Run(capsys, "scan", "--top", "2", str(EXAMPLES))
+def test_people_read_what_would_be_saved_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the worst loop, call by call, where the loops are, and the next worst."""
+    run = Run(capsys, "scan", "--show", "--top", "2", str(EXAMPLES))
 
     assert run.code == 0
-    assert run.out.splitlines()[0] == "5 of 12 conversations looped."
-    assert "By project" in run.out
-    assert "The 2 worst loops" in run.out
-    assert " 1. Edit: the same input, the same result, 30 turns" in run.out
-    assert "note at call 13; it went on for 28 calls" in run.out
-    assert "stop at call 17; it went on for 24 calls" in run.out
+    lines = run.out.splitlines()
+    assert lines[0] == "5 of 12 conversations looped."
+    assert lines[1].startswith("Loopguard would have saved 45 calls, 2.02M tokens, $0.73 (36% of all tokens): ")
+    assert lines[2].endswith("its note at the third, it would have saved 71 calls, 2.73M tokens, $0.93 (49% of all tokens).")
+    worst = lines[
+        lines.index("The worst loop") + 2 : lines.index("By day (UTC): calls that went on after a note, and after a stop") - 1
+    ]
+    assert worst[0] == " 1. Edit: the same input, the same result, 30 turns in 10m"
+    assert worst[1] == "    claude-code in /home/ann/shop, Claude Code 5f0c7a52-7d0e-4b8e-9a55-2f3f2f6f1c01"
+    assert worst[2].startswith('    > Edit | {"file_path":"src/cart.ts",')
+    assert worst[3].startswith("    call 10 of 40, 2026-11-02 09:03:00 UTC: the loop begins, ")
+    assert worst[4:] == [
+        "    call 13: Loopguard adds a note for the model; the loop goes on for 28 calls, 1.66M tokens, $0.60",
+        "    call 15: Loopguard asks for a final answer without tools",
+        "    call 17: Loopguard refuses, which saves 24 calls, 1.44M tokens, $0.52",
+        "    call 40: the loop ends",
+    ]
+    assert run.out.index("By tool") < run.out.index("The next worst loops") < run.out.index(" 2. Read: ")
     assert " 3. " not in run.out
+
+
+def test_a_loop_without_a_stop_saves_only_by_its_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a refusal saves is told only of loops that reached one."""
+    write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 5)))
+
+    run = Run(capsys, "scan", str(tmp_path))
+
+    assert "it would have saved 2 calls" in run.out
+    assert "refuses" not in run.out
+
+
+@pytest.mark.parametrize("folder", ["", ".claude/projects"])
+def test_without_transcripts_an_example_is_offered(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says where it looked, and what can be scanned in a checkout."""
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    run = Run(capsys, "scan")
+
+    (told,) = [line for line in run.err.splitlines() if line.startswith("loopguard: ")]
+    assert ".claude/projects" in told
+    assert told.endswith("; name files or folders, or try `loopguard scan examples/transcripts` in a checkout")
+
+
+def test_a_scan_starts_nothing_heavy() -> None:
+    """A report in a terminal imports no server, no store, and no template engine."""
+    code = (
+        "import sys; from extproc.cli.main import main; main(['scan', 'examples/transcripts']);"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert {"google", "grpc", "h2", "jinja2", "redis", "uvloop"} & set(told.splitlines()[-1].split()) == set()
 
 
 def test_contents_are_shown_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
