@@ -520,6 +520,16 @@ def test_notes_say_whether_it_only_watches(values: Values) -> None:
     assert (f"helm -n {NAMESPACE} upgrade {RELEASE} CHART --reuse-values --set shadow.enabled=false" in notes) == (values != {})
 
 
+def test_the_command_of_the_notes_enforces() -> None:
+    """Its values are all that the defaults lack for that."""
+    notes = rendered(DEFAULTS)["loopguard/templates/NOTES.txt"]
+    (gateways,) = re.findall(r"--set-json 'networkPolicy.gateways=(.*)'", notes)
+
+    made = objects(merged(DEFAULTS, {"shadow": {"enabled": False}, "networkPolicy": {"gateways": json.loads(gateways)}}))
+
+    assert environment(one(made, "Deployment"))["LOOPGUARD_SHADOW"] == "false"
+
+
 def test_a_changed_policy_restarts_nothing() -> None:
     """Only the ConfigMap differs, and the pods mount it as a directory, so that they see the change."""
     before = {(item["kind"], item["metadata"]["name"]): item for item in objects(CASES["memory"])}

@@ -597,6 +597,18 @@ def test_a_gateway_in_the_same_namespace_needs_no_grant() -> None:
     assert of_kind(here, "ReferenceGrant") == []
 
 
+def test_a_gateway_is_guarded_as_a_whole_without_routes() -> None:
+    """All routes of the Gateway that is named; while nothing is held, no request waits for as long as a throttle may take."""
+    gateway: Values = {"envoyGateway": {"enabled": True, "clientTrafficPolicy": {"gateway": "public"}}}
+
+    watching, enforcing = (
+        of_kind(objects(values), "EnvoyExtensionPolicy")[0]["spec"] for values in (merged(gateway, DEFAULTS), gateway)
+    )
+
+    assert watching["targetRefs"] == [{"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "public"}]
+    assert [spec["extProc"][0]["messageTimeout"] for spec in (watching, enforcing)] == ["200ms", "32s"]
+
+
 # ---- What Istio is told besides
 
 
