@@ -152,7 +152,7 @@ def select_modules(package: Path = PACKAGE) -> list[str]:
     return chosen
 
 
-def _compile(folder: Path, modules: Sequence[str]) -> None:
+def compile_modules(folder: Path, modules: Sequence[str]) -> None:
     """Compile into `folder/lib`; without modules, only find out whether C can be compiled here. Exits with what is wrong."""
     from mypyc.build import mypycify
     from setuptools import Extension
@@ -245,4 +245,4 @@ def _build(extensions: list[Extension], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _compile(Path(sys.argv[1]), sys.argv[2:])
+    compile_modules(Path(sys.argv[1]), sys.argv[2:])

@@ -27,6 +27,7 @@ from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.canary_page import CanaryPages
 from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
+from extproc.operator.admin.local_token import write_token
 from extproc.operator.admin.loop_page import route_page as route_loop_page
 from extproc.operator.admin.loop_report import LoopPages
 from extproc.operator.admin.overrides import route_overrides
@@ -143,7 +144,7 @@ class Server:
         loop_pages.list_orders = session_pages.list_orders = budget_pages.list_orders = self._overrides.list_standing
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
-        credentials = Credentials(settings.admin_token_file)
+        self._credentials = Credentials(settings.admin_token_file, settings.admin_socket, local=settings.admin.is_local)
         canary_pages = CanaryPages(self._sharing, lambda: self._loop)
         routes = [
             route_page("/healthz", self._healthz),
@@ -156,9 +157,9 @@ class Server:
             *budget_pages.list_routes(),
             *coverage_pages.list_routes(),
             *canary_pages.list_routes(),
-            *route_overrides(self._overrides, credentials, lambda: self._loop),
+            *route_overrides(self._overrides, self._credentials, lambda: self._loop),
         ]
-        self._admin = AdminServer(make_app(metrics, routes))
+        self._admin = AdminServer(make_app(metrics, routes, self._credentials))
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()
         self._skip_grace = asyncio.Event()
@@ -176,6 +177,7 @@ class Server:
         await self._store_care.look()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
         listening = await self._grpc.start(self._settings.listen, self._certificates)
+        token_file = self._settings.admin_token_file or self._share_token(admin)
         self._guard_the_port()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop, number)
@@ -201,6 +203,7 @@ class Server:
             extra=make_extra(
                 listen=listening,
                 admin=admin,
+                admin_token_file=token_file,
                 policies=len(plans),
                 store=redact_url(self._settings.store),
                 hash_key=self._name_key(),
@@ -221,12 +224,25 @@ class Server:
                 await board.publish()
             await self._replicas.leave()
             await self._store.close()
+            self._credentials.end_sharing()  # while the port is still this server's
             self._admin.stop()
             if self._events is not None:
                 await asyncio.to_thread(self._events.close)
             if self._certificates is not None:
                 self._certificates.stop()
         _LOG.info("stopped")
+
+    def _share_token(self, admin: str) -> str | None:
+        """Share a token with the commands of this server's user, if only this machine can connect; returns its file."""
+        if not self._settings.admin.is_local:
+            return None
+        try:
+            path = write_token(int(admin.rpartition(":")[2]))
+        except OSError as error:
+            _LOG.warning("no orders over this admin port without --admin-token-file", extra=make_extra(error=str(error)))
+            return None
+        self._credentials.share(path)
+        return str(path)
 
     def _name_key(self) -> str:
         """Where the hash key comes from."""

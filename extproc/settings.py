@@ -155,7 +155,12 @@ class Settings:
     admin: Address = option(
         "127.0.0.1:9900", parse_address, "the admin port: the page of loops, /metrics and others", "HOST:PORT"
     )
-    admin_token_file: str = option("", str, "file of tokens, one per line, for overrides on the admin port", "PATH")
+    admin_token_file: str = option(
+        "",
+        str,
+        "file of tokens, one per line, for orders over the admin port; default on loopback: one for this server's user",
+        "PATH",
+    )
     admin_socket: str = option("", str, "also serve the admin port on a Unix socket, for this server's user only", "PATH")
     store: str = option("memory://", str, "where counts are kept", "URL")
     store_timeout: float = option(0.05, _parse_timeout, "how long a request waits for the store", "SECONDS")

@@ -14,7 +14,7 @@ from typing import Any
 from extproc.engine.orders import MAX_SECONDS
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
-from extproc.operator.admin.client import add_admin_flag, open_clients
+from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
 from extproc.settings import ENV_PREFIX
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
@@ -54,16 +54,16 @@ def add_token_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        help=f"file whose first token is sent to an admin port (default: {ENV_PREFIX}ADMIN_TOKEN_FILE); a socket needs none",
+        help=f"file whose first token is sent to an admin port (default: {ENV_PREFIX}ADMIN_TOKEN_FILE, else that of a server on"
+        " this machine, for its own user); a socket needs none",
     )
 
 
 def give(kind: str, options: argparse.Namespace, **more: object) -> int:
     """Send an order to every server, with `more` fields (None is left out); returns the exit code."""
     order = make_order(kind, options) | {name: value for name, value in more.items() if value is not None}
-    headers = make_headers(options)
     for client in open_clients(options.admin):
-        given = client.ask("/overrides", method="POST", body=order, headers=headers)
+        given = client.ask("/overrides", method="POST", body=order, headers=make_headers(options, client))
         for note in given.get("notes", []):
             print(escape_controls(f"note: {note}"), file=sys.stderr)
         print(escape_controls(f"{kind} {given['override']} until {given['ends']}"))
@@ -97,8 +97,8 @@ def read_duration(text: str) -> int:
     return seconds
 
 
-def make_headers(options: argparse.Namespace) -> dict[str, str]:
-    """The operator's name and credential; raises UsageError if the token file cannot be read."""
+def make_headers(options: argparse.Namespace, client: AdminClient) -> dict[str, str]:
+    """The operator's name and credential for a server; raises UsageError if a token file cannot be read."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -114,6 +114,8 @@ def make_headers(options: argparse.Namespace) -> dict[str, str]:
         if not tokens:
             raise UsageError(f"{origin} {path}: it contains no token")
         headers["authorization"] = f"Bearer {tokens[0]}"
+    elif token := client.read_local_token():
+        headers["authorization"] = f"Bearer {token}"
     return headers
 
 

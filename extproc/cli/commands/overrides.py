@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     for client in open_clients(options.admin):
         if options.revoke:
-            client.ask(f"/overrides/{options.revoke}", method="DELETE", headers=make_headers(options))
+            client.ask(f"/overrides/{options.revoke}", method="DELETE", headers=make_headers(options, client))
             print(escape_controls(f"revoked {options.revoke}"))
             continue
         standing = client.ask("/overrides")["overrides"]

@@ -41,7 +41,7 @@ class CanaryPages:
             return send_page(Page(HTTPStatus.OK, {"canaries": canaries}))
         for canary in canaries:
             canary["commands"] = {"judge": f"loopguard canary status --policy {shlex.quote(canary['policy'])}"}
-        return send_html("canary.html", write_time(time()), canaries=canaries)
+        return send_html(request, "canary.html", write_time(time()), canaries=canaries)
 
     async def _list_states(self, _: Request) -> Response:
         found = {"replicas": await ask(self._sharing.collect(), self._find_loop())}

@@ -11,7 +11,8 @@ from time import monotonic
 from typing import Any, Final
 
 from extproc.errors import LoopguardError, UsageError
-from extproc.settings import ENV_PREFIX, find_unknown, parse_address
+from extproc.operator.admin.local_token import read_token
+from extproc.settings import ENV_PREFIX, Address, find_unknown, parse_address
 
 _SECONDS = 10.0
 _WHOLE_SECONDS = 60.0
@@ -87,6 +88,8 @@ class AdminClient:
         # Authorities are read for https alone, which takes 30 ms. Proxies in the environment are for other servers, and
         # ~/.netrc does not apply here.
         transport = httpx.HTTPTransport(verify=parsed.scheme == "https", trust_env=False, uds=path)
+        local = path is None and parsed.scheme == "http" and Address(base, parsed.host).is_local
+        self._local_port = parsed.port if local else None
         self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
 
     def ask(
@@ -121,6 +124,13 @@ class AdminClient:
         if not isinstance(found, dict):
             raise LoopguardError(f"{where} is not an admin endpoint of Loopguard")
         return found
+
+    def read_local_token(self) -> str:
+        """The token that a server on this machine shares with its user; empty for none. Raises UsageError if it is unsafe."""
+        try:
+            return read_token(self._local_port) if self._local_port is not None else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the token of {self.url} is not used: {error}; restart the server, or set --token-file") from None
 
     def close(self) -> None:
         """Close the connection."""

@@ -109,7 +109,7 @@ class CoveragePages:
     def _send(self, request: Request) -> Response:
         report = self.report()
         if prefers_html(request):
-            return send_html("coverage.html", report["at"], report=report)
+            return send_html(request, "coverage.html", report["at"], report=report)
         return send_page(Page(HTTPStatus.OK, report))
 
     def report(self) -> dict[str, Any]:

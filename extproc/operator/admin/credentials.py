@@ -1,5 +1,7 @@
 """Decides who may change something over the admin port: anyone with a token, or with access to the server's own Unix socket.
 
+On loopback, a server without a token file writes one for its own user; see `local_token`.
+
 A browser cannot be tricked into it: it has no token to send by itself, and requests made by a page are marked as such.
 """
 
@@ -7,8 +9,10 @@ from __future__ import annotations
 
 import hmac
 import re
+import shlex
 from http import HTTPStatus
 from pathlib import Path
+from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,24 +26,72 @@ _LEAST_TOKEN = 16
 _MOST_BYTES = 65_536
 _LONGEST_NAME = 48
 _ODD = re.compile(r"[^A-Za-z0-9_.@+-]")
+_USUAL_HOSTS = ("", "127.0.0.1:9900", "localhost:9900")
 _BROWSERS = ("origin", "sec-fetch-site")
 """Headers that every browser sends with requests made by a page, and no other client sends."""
+
+
+class Asking(NamedTuple):
+    """How a page's commands reach the server.
+
+    Attributes:
+        admin: the flag that names the server; empty for the default.
+        token: the flag for the credential, only of orders; empty if none is needed.
+        how: a sentence that says how orders are given.
+    """
+
+    admin: str
+    token: str
+    how: str
 
 
 class Credentials:
     """The tokens in a file. It is read for each request with a token, so a new file needs no restart."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, socket_path: str = "", *, local: bool = False) -> None:
         """Check the file, which has a token on each line. Without a file (an empty path), TCP is read-only.
 
-        Raises UsageError if it cannot be read, or a token is too short.
+        Args:
+            path: the file.
+            socket_path: the server's own Unix socket; empty for none.
+            local: only this machine can connect.
+
+        Raises:
+            UsageError: the file cannot be read, or a token is too short.
         """
         self._path = path
+        self._socket_path = socket_path
+        self._local = local
+        self._shared: Path | None = None
         if path:
             try:
                 self._read()
             except (OSError, ValueError) as error:
                 raise UsageError(f"--admin-token-file {path}: {_explain(error)}") from None
+
+    def share(self, path: Path) -> None:
+        """Take the token in a file that the server has written for its own user."""
+        self._path, self._shared = str(path), path
+
+    def end_sharing(self) -> None:
+        """Remove that file."""
+        if self._shared is not None:
+            self._shared.unlink(missing_ok=True)
+
+    def explain(self, request: Request) -> Asking:
+        """How the commands on a page reach this server, from where its reader is."""
+        host = request.headers.get("host", "")
+        admin = "" if host in _USUAL_HOSTS else f" --admin {shlex.quote(host)}"
+        here = "Run the commands on the server's machine, as its user."
+        if self._shared is not None:
+            return Asking(admin, "", here)
+        if self._path and self._local:
+            return Asking(admin, f" --token-file {shlex.quote(self._path)}", "Run the commands where the token file is.")
+        if self._path:
+            return Asking(admin, "", "Add --token-file PATH to the commands, a file with a token of this server.")
+        if self._socket_path:
+            return Asking(f" --admin {shlex.quote(f'unix:{self._socket_path}')}", "", here)
+        return Asking(admin, "", "This server takes no orders: start it with --admin-token-file or --admin-socket.")
 
     def check(self, request: Request) -> str:
         """The name of the operator, and how it is known; raises HTTPException if the request may not make changes."""
@@ -69,9 +121,10 @@ class Credentials:
         good = [hmac.compare_digest(given, token) for token in tokens]  # compare with all, so that the time reveals nothing
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
-            hint = "this needs a token from --admin-token-file"
+            source = self._shared or "--admin-token-file"
+            hint = f"this needs a token from {source}"
             if not shown:
-                hint = "no token given: set --token-file, or use --admin-socket"
+                hint = f"no token given: set --token-file{f' {self._shared}' if self._shared else ''}, or use --admin-socket"
             raise HTTPException(HTTPStatus.UNAUTHORIZED, hint, challenge)
 
     def _read(self) -> list[bytes]:

@@ -39,10 +39,11 @@ def prefers_html(request: Request) -> bool:
     return _HTML in request.headers.get("accept", "")
 
 
-def send_html(template: str, at: str, **values: object) -> HTMLResponse:
+def send_html(request: Request, template: str, at: str, **values: object) -> HTMLResponse:
     """A page of a template, with these values, as of a time in the format of RFC 3339."""
     nonce = secrets.token_urlsafe(16)
-    html = _load(template).render(nonce=nonce, now=read_time(at), refresh=REFRESH_SECONDS, notes=_NOTES, **values)
+    common = {"nonce": nonce, "now": read_time(at), "refresh": REFRESH_SECONDS, "notes": _NOTES}
+    html = _load(template).render(**common, asking=request.app.state.credentials.explain(request), **values)
     headers = {
         "content-security-policy": _POLICY.format(nonce),
         "cache-control": "no-store",

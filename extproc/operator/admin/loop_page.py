@@ -98,6 +98,7 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: B
     burning = [count(looping, "active loop")] if looping else []
     burning += list_burning(failing, len(exploding), used["total"])
     return send_html(
+        request,
         "loops.html",
         report["at"],
         report={**report, "conversations": report["conversations"][:_MAX_ROWS]},

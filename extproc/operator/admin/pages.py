@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from extproc.errors import StoreError
 from extproc.metrics import Metrics
+from extproc.operator.admin.credentials import Credentials
 from extproc.operator.probes import Probes
 
 T = TypeVar("T")
@@ -46,15 +47,17 @@ class Page(NamedTuple):
     body: Any
 
 
-def make_app(metrics: Metrics, routes: Sequence[Route]) -> Starlette:
-    """The application with `/metrics` and these routes."""
+def make_app(metrics: Metrics, routes: Sequence[Route], credentials: Credentials | None = None) -> Starlette:
+    """The application with `/metrics` and these routes; pages say who may give orders."""
     every = [Route("/metrics", lambda _: _expose(metrics)), *routes]
     known = ", ".join(dict.fromkeys(route.path for route in every))
 
     def miss(_: Request, __: Exception) -> Response:
         return PlainTextResponse(f"not found; available: {known}\n", HTTPStatus.NOT_FOUND)
 
-    return Starlette(routes=every, exception_handlers={404: miss, HTTPException: _refuse, Exception: _fail})
+    app = Starlette(routes=every, exception_handlers={404: miss, HTTPException: _refuse, Exception: _fail})
+    app.state.credentials = credentials or Credentials("")
+    return app
 
 
 def route_page(path: str, make: Callable[[], Page]) -> Route:

@@ -94,7 +94,7 @@ class SessionPages(TablePages[SessionDocument]):
         if prefers_html(request):
             for run, row in zip(runs, rows, strict=True):
                 run["timeline"] = order_timeline(row)
-            return send_html("run.html", report["at"], session=session, report=report)
+            return send_html(request, "run.html", report["at"], session=session, report=report)
         return send_page(Page(HTTPStatus.OK, report))
 
 

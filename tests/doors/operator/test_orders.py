@@ -64,9 +64,9 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def reading() -> Iterator[Running]:
-    """One without."""
+    """One without, to which other machines can connect."""
     with tempfile.TemporaryDirectory(prefix="lg") as name:
-        made = Running(Path(name))
+        made = Running(Path(name), "--admin", "0.0.0.0:0")
         yield made
         made.loopguard.stop()
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from starlette.requests import Request
 
 from extproc.cli.loop_screen import LoopScreen
+from extproc.metrics import Metrics
 from extproc.operator.admin.html import send_html
+from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.row_states import read_time, write_now
 
 AT = "2026-11-02T03:14:00Z"
@@ -117,8 +120,17 @@ def read_page(row: dict[str, Any] | None = None, incident: dict[str, Any] | None
     selection = {"policy": "", "caller": "", "tool": "", "sort": "now"}
     burning: dict[str, Any] = {"active": 0, "headline": "", "exploding": [], "tight": [], "healthy": [], "left_out": 0}
     shown = {**burning, "standing": [], "more_orders": 0, "runs": runs, "budgets": None, "charts": [], "more_charts": 0}
+    request = Request({"type": "http", "app": make_app(Metrics(), []), "headers": []})
     answer = send_html(
-        "loops.html", AT, report=make_report(row, incident), selection=selection, sorts=["now"], actions={}, after=(), **shown
+        request,
+        "loops.html",
+        AT,
+        report=make_report(row, incident),
+        selection=selection,
+        sorts=["now"],
+        actions={},
+        after=(),
+        **shown,
     )
     found = re.search(r'data-name="now"><div><span[^>]*>([^<]*)<', bytes(answer.body).decode())
     assert found is not None

@@ -199,7 +199,7 @@ def test_the_page_shows_budgets() -> None:
         "&lt;b&gt;rate",
         "100 %",
         "2 requests in a burst",
-        "--amount 5 --for 1d<",
+        "--amount 5 --for 1d --admin 127.0.0.1:",
     ):
         assert shown in text, shown
     assert "<h2>Budgets</h2>" not in without
@@ -284,7 +284,7 @@ def test_browsers_get_pages_and_programs_json() -> None:
     assert canary["requests"]["compared"] == 7
     for shown in ("agents-canary, canary of agents:", "<b>7</b> requests compared", canary["reasons"][0]):
         assert shown in pages["canary"], shown
-    assert "<code>loopguard canary status --policy agents-canary</code>" in pages["canary"]
+    assert "<code>loopguard canary status --policy agents-canary --admin 127.0.0.1:" in pages["canary"]
     assert coverage["line"] in pages["coverage"]
     assert "the policy files have errors" in pages["coverage"]
 

@@ -1,0 +1,60 @@
+"""The token that a server on loopback shares with the commands of its user, in a file that no other user can read or replace.
+
+A server writes a new token at its start, so one that a crash has left behind is of no use. The file is named after the port.
+"""
+# interpreted: reads and writes one file
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+_BYTES = 32
+_FOLDER, _FILE = 0o700, 0o600
+_OTHERS = 0o077
+
+
+def name_token_file(port: int) -> Path:
+    """The file of the server with this admin port, in the user's runtime folder, else in the one for temporary files."""
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime, "loopguard", f"{port}.token")
+    return Path(tempfile.gettempdir(), f"loopguard-{os.getuid()}", f"{port}.token")
+
+
+def write_token(port: int) -> Path:
+    """Write a new token, and return its file; raises OSError if that fails, or other users may use the folder."""
+    path = name_token_file(port)
+    path.parent.mkdir(mode=_FOLDER, exist_ok=True)
+    _check(path.parent, path.parent.lstat(), _FOLDER)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _FILE), "w", encoding="ascii") as file:
+        file.write(f"{secrets.token_urlsafe(_BYTES)}\n")
+    new.replace(path)
+    return path
+
+
+def read_token(port: int) -> str:
+    """The token of the server with this admin port; empty without a file.
+
+    Raises OSError if the file cannot be read, or other users may use it or its folder.
+    """
+    path = name_token_file(port)
+    try:
+        _check(path.parent, path.parent.lstat(), _FOLDER)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return ""
+    with os.fdopen(descriptor, encoding="ascii") as file:
+        _check(path, os.fstat(descriptor), _FILE)
+        return file.read(_BYTES * 2).strip()
+
+
+def _check(path: Path, found: os.stat_result, mode: int) -> None:
+    """See that only this user may use a file or a folder, depending on the mode that it should have."""
+    right = stat.S_ISDIR if mode == _FOLDER else stat.S_ISREG
+    if not right(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS:
+        kind = "folder" if mode == _FOLDER else "file"
+        raise PermissionError(f"{path} must be a {kind} of this user alone, with mode {mode:o}")

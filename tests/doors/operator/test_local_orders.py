@@ -1,0 +1,130 @@
+"""Orders on the machine of a server without a token file: it shares a token with the commands of its own user."""
+
+from __future__ import annotations
+
+import html
+import re
+import shlex
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from extproc.cli.main import main
+from tests.support.documents import bundle, policy
+from tests.support.harness import Loopguard, Stack, stack
+
+POLICY = policy("p", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"], threshold_identical_requests=3)
+BROWSER = {"accept": "text/html"}
+
+
+@pytest.fixture
+def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's runtime folder, of servers and commands."""
+    folder = tmp_path_factory.mktemp("runtime")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder / "loopguard"
+
+
+@pytest.fixture
+def running(runtime: Path) -> Iterator[Stack]:
+    """Envoy and a server that was started as README starts it."""
+    with stack(bundle(POLICY)) as made:
+        assert runtime.is_dir()
+        yield made
+
+
+def ask(running: Stack, user: str) -> int:
+    """The status of a user's request."""
+    return running.send("/x", method="POST", body=b"{}", headers={"x-user-id": user}).status
+
+
+def list_commands(loopguard: Loopguard) -> list[str]:
+    """The commands on the page, as they are copied."""
+    page = loopguard.get("/", **BROWSER)[1]
+    return [html.unescape(command) for command in re.findall(r"</button> <code>([^<]*)</code>", page)]
+
+
+def test_an_order_acts_at_once_without_a_flag_for_a_token(running: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """A caller is refused from the next request on, and again let through."""
+    admin = ["--admin", running.loopguard.admin_url]
+    assert ask(running, "ann") == 200
+
+    assert main(["block", "--caller", "x-user-id=ann", *admin]) == 0
+
+    assert ask(running, "ann") == 429
+    assert main(["overrides", "--revoke", capsys.readouterr().out.split()[1], *admin]) == 0
+    assert ask(running, "ann") == 200
+
+
+def test_commands_on_the_page_run_as_printed(running: Stack) -> None:
+    """They name the server, and one of them lets a refused caller through."""
+    assert [ask(running, "bob") for _ in range(4)][-1] == 429
+    page = running.loopguard.get("/", **BROWSER)[1]
+    assert "as its user." in page
+    (free,) = [command for command in list_commands(running.loopguard) if command.startswith("loopguard allow ")]
+
+    assert main(shlex.split(free)[1:]) == 0
+
+    assert ask(running, "bob") == 200
+    assert all(main(shlex.split(command)[1:]) == 0 for command in dict.fromkeys(list_commands(running.loopguard)))
+    assert f"--admin 127.0.0.1:{running.loopguard._admin}" in free
+
+
+def test_a_file_that_others_may_use_is_not_used(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command names it, and says what would be right."""
+    (file,) = runtime.iterdir()
+    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(runtime.stat().st_mode)) == (0o600, 0o700)
+    assert f"admin_token_file={file} " in running.loopguard.output()
+    file.chmod(0o644)
+
+    assert main(["block", "--tool", "t", "--admin", running.loopguard.admin_url]) == 2
+
+    assert f"{file} must be a file of this user alone, with mode 600" in capsys.readouterr().err
+
+
+def test_the_token_goes_with_its_server(runtime: Path, tmp_path: Path) -> None:
+    """Each server has its own, and removes it at a clean end."""
+    servers = [Loopguard(tmp_path, listen=f"unix:{tmp_path}/{name}.sock") for name in "ab"]
+    files = {int(file.stem): file.read_text() for file in runtime.iterdir()}
+    for server in servers:
+        server.stop()
+
+    assert files.keys() == {server._admin for server in servers}
+    assert len(set(files.values())) == 2
+    assert list(runtime.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--admin", "0.0.0.0:0"], []])
+def test_without_a_safe_place_the_port_only_reads(
+    arguments: list[str], runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If other machines can connect, or other users can use the folder; the page says so."""
+    if not arguments:
+        runtime.mkdir(mode=0o755)
+    server = Loopguard(tmp_path, *arguments)
+    try:
+        assert main(["block", "--tool", "t", "--admin", f"http://localhost:{server._admin}"]) == (1 if arguments else 2)
+        assert "This server takes no orders" in server.get("/", **BROWSER)[1]
+        said = capsys.readouterr().err
+        if arguments:
+            assert "403: this port is read-only: start the server with --admin-token-file" in said
+            assert "admin_token_file" not in server.output()
+        else:
+            assert f"{runtime} must be a folder of this user alone, with mode 700" in said
+            assert "no orders over this admin port without --admin-token-file" in server.output()
+    finally:
+        server.stop()
+
+
+def test_a_server_with_a_token_file_writes_none(runtime: Path, tmp_path: Path) -> None:
+    """Its page says where to run commands."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("correct-horse-battery-staple\n")
+    server = Loopguard(tmp_path, "--admin-token-file", str(tokens))
+    page = server.get("/", **BROWSER)[1]
+    server.stop()
+
+    assert "Run the commands where the token file is." in page
+    assert not runtime.exists()

@@ -1,0 +1,123 @@
+"""The token that a server shares with the commands of its user, and how a page's commands reach a server."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+
+from extproc.operator.admin.credentials import Asking, Credentials
+from extproc.operator.admin.local_token import name_token_file, read_token, write_token
+
+PORT = 9900
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's runtime folder."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "loopguard"
+
+
+def test_each_start_writes_a_new_token() -> None:
+    """What a crash has left is replaced; another port has another file."""
+    path = write_token(PORT)
+    first = read_token(PORT)
+
+    assert write_token(PORT) == path == name_token_file(PORT)
+    assert re.fullmatch(r"[\w-]{43}", first)
+    assert read_token(PORT) not in ("", first)
+    assert read_token(PORT + 1) == ""
+
+
+def test_without_a_runtime_folder_the_temporary_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the user in its name, as all users share it."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+
+    assert name_token_file(PORT).parent.name == f"loopguard-{os.getuid()}"
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    path.symlink_to(path.with_name("other"))
+
+
+def _link_folder(path: Path) -> None:
+    path.parent.rename(path.parents[1] / "other")
+    path.parent.symlink_to(path.parents[1] / "other")
+
+
+def _make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+UNSAFE: dict[str, Callable[[Path], None]] = {
+    "others read it": lambda path: path.chmod(0o604),
+    "a group reads it": lambda path: path.chmod(0o640),
+    "a link": _link,
+    "a pipe": _make_pipe,
+    "others write into the folder": lambda path: path.parent.chmod(0o702),
+    "a linked folder": _link_folder,
+}
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_an_unsafe_file_is_not_read(name: str) -> None:
+    """Another user may have made it, or reads what is in it."""
+    UNSAFE[name](write_token(PORT))
+
+    with pytest.raises(OSError, match=r"must be a (file|folder) of this user alone, with mode [67]00|Too many levels"):
+        read_token(PORT)
+
+
+@pytest.mark.parametrize("name", ["others write into the folder", "a linked folder"])
+def test_no_token_is_written_into_an_unsafe_folder(name: str) -> None:
+    """A server then takes no orders without a token file of its own."""
+    UNSAFE[name](write_token(PORT))
+
+    with pytest.raises(PermissionError, match="must be a folder of this user alone"):
+        write_token(PORT)
+
+
+def _share() -> Credentials:
+    made = Credentials("", local=True)
+    made.share(write_token(PORT))
+    return made
+
+
+def _configure(*, local: bool) -> Credentials:
+    path = name_token_file(PORT).parents[1] / "my tokens"
+    path.write_text("correct-horse-battery-staple")
+    return Credentials(str(path), local=local)
+
+
+HERE = "Run the commands on the server's machine, as its user."
+
+
+@pytest.mark.parametrize(
+    ("make", "host", "admin", "token", "how"),
+    [
+        (_share, "127.0.0.1:9900", "", False, HERE),
+        (_share, "localhost:9901", " --admin localhost:9901", False, HERE),
+        (_share, "a;b", " --admin 'a;b'", False, HERE),
+        (lambda: _configure(local=True), "localhost:9900", "", True, "Run the commands where the token file is."),
+        (lambda: _configure(local=False), "lg:9900", " --admin lg:9900", False, "Add --token-file PATH to the commands"),
+        (lambda: Credentials("", "/run/a.sock"), "lg:9900", " --admin unix:/run/a.sock", False, HERE),
+        (lambda: Credentials(""), "lg:9900", " --admin lg:9900", False, "This server takes no orders"),
+    ],
+)
+def test_a_page_says_how_orders_are_given(
+    make: Callable[[], Credentials], host: str, admin: str, token: bool, how: str, tmp_path: Path
+) -> None:
+    """Its commands name the server as its reader does, and the credential if there is one on this machine."""
+    request = Request({"type": "http", "headers": [(b"host", host.encode())]})
+
+    told = make().explain(request)
+
+    assert told == Asking(admin, f" --token-file '{tmp_path}/my tokens'" if token else "", told.how)
+    assert told.how.startswith(how)
