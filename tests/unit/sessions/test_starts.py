@@ -201,12 +201,11 @@ def test_a_refused_start_takes_no_room() -> None:
     assert [send(service, prompt(text)) for text in ("b", "c")] == [200, 429]
 
 
-def test_tools_that_need_approval_are_taken_from_starts() -> None:
+def test_tools_that_need_approval_are_forbidden_at_starts() -> None:
     """As in any first request of a session."""
     answer = ask(make_service(policy(limits={"max_calls_per_tool": {"run": 0}}, max_steps=9)), prompt("Hi"), session="")
 
-    assert "run" not in answer.request_body.response.body_mutation.body.decode()
-    assert answer.request_body.response.body_mutation.body
+    assert json.loads(answer.request_body.response.body_mutation.body)["tool_choice"] == "none"
 
 
 def test_shadow_policies_only_report() -> None:
