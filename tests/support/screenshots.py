@@ -40,23 +40,13 @@ def playing() -> Iterator[str]:
     model = Model()
     model.reply = _ANSWER
     try:
-        with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey:
-            tokens = Path(name) / "tokens"
-            tokens.write_text("correct-horse-battery-staple")
-            flags = (
-                "--store",
-                f"redis://{valkey.address}",
-                "--show-callers",
-                "--admin-token-file",
-                str(tokens),
-                "--price",
-                "2.50",
-            )
+        with server() as valkey:
+            flags = ("--store", f"redis://{valkey.address}", "--show-callers", "--price", "2.50")
             with stack(POLICIES, *flags, replicas=2, upstream=model.address) as made:
                 scene = Scene(made, "7", "crm.find", context=_CONTEXT)
                 scene.begin()
                 eventually(lambda: _has_settled(made.loopguard), "what the answers have cost")
-                asked = ["--admin", made.loopguard.admin_url, "--token-file", str(tokens)]
+                asked = ["--admin", made.loopguard.admin_url]
                 main(
                     ["kill", "--session", f"header:x-session-id=session-{scene.who}", "--reason", "runaway, incident 7", *asked]
                 )
