@@ -15,7 +15,7 @@ class GuardedPath(NamedTuple):
     """Paths that Envoy sends to Loopguard.
 
     Attributes:
-        path: the path; empty if the API or the name tells.
+        path: the path; empty if `api`, or `name` alone, selects.
         exact: without what is below it.
         policies: ids of the policies that need it.
         name: of its route.

@@ -101,5 +101,5 @@ def test_narrowed_api_keeps_its_path_as_route() -> None:
     assert [route["match"] for route in routes] == [{"path_separated_prefix": "/team"}, {"prefix": "/"}]
     assert (counted, unmatched) == (1, 2)
     assert [each["text"] for each in findings if each["reason"] == "unmatched_calls"] == [
-        "no policy matches 1 model call, which are not guarded"
+        "1 model call passed unguarded, because no policy matches"
     ]
