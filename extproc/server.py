@@ -144,7 +144,7 @@ class Server:
         loop_pages.list_orders = session_pages.list_orders = budget_pages.list_orders = self._overrides.list_standing
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
-        self._credentials = Credentials(settings.admin_token_file, settings.admin_socket, local=settings.admin.is_local)
+        self._credentials = Credentials(settings.admin_token_file, settings.admin_socket)
         canary_pages = CanaryPages(self._sharing, lambda: self._loop)
         routes = [
             route_page("/healthz", self._healthz),
@@ -176,6 +176,8 @@ class Server:
             await self._key_sharing.refresh()
         await self._store_care.look()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
+        if self._settings.admin.is_local:
+            self._credentials.local_address = admin
         listening = await self._grpc.start(self._settings.listen, self._certificates)
         token_file = self._settings.admin_token_file or self._share_token(admin)
         self._guard_the_port()

@@ -17,8 +17,8 @@ from extproc.logs import LogFormat
 from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, parse_seconds, switch
 
 ENV_PREFIX = "LOOPGUARD_"
-_NOT_OURS = ("SERVICE_", "PORT", "TEST_")
-"""Variables that Kubernetes sets for a Service called `loopguard`, and those that only tests read."""
+_NOT_OURS = ("SERVICE_", "PORT", "TEST_", "COMPILED")
+"""Variables that Kubernetes sets for a Service called `loopguard`, and those that only tests and installs read."""
 
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")

@@ -133,7 +133,7 @@ class Endpoint(NamedTuple):
         write_error: writes a refusal as an error of the API.
         complete: writes an answer of the model, whole or streamed as requested; returns None if this is unknown. None if no
             model answers here with a text.
-        takes_choice: a choice among tools is applied; otherwise, only a tool that is not declared is never called.
+        takes_choice: the API applies a tool choice; otherwise, only removing a tool keeps the model from calling it.
         websocket: calls are also accepted over a WebSocket on the same path.
         asks_model: a model answers; otherwise, tokens are counted.
         ask_usage: asks for the usage of a stream, given the body and its members; returns changes to these. None if streams
@@ -168,7 +168,8 @@ class ToolList(NamedTuple):
         choice: key of the choice.
         none: JSON of the choice that forbids all tools; empty if the API has none.
         auto: JSON of the choice that leaves it to the model.
-        call: bytes of each body whose history has a call, if the API refuses it without tools and has no choice `none`.
+        call: bytes that every body with a call in its history has, if the API refuses such a body without tools and has no
+            choice `none`; else empty.
         holder: key of an object, beside the conversation, that contains list and choice; empty for none.
         wraps: the conversation's key contains an object with all three: conversation, list and choice.
         owns: returns whether an entry is in this API's format, given its `type` and members, if other APIs use the same key;

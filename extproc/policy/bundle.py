@@ -244,7 +244,7 @@ class Selector(JsonObject):
         return API_NAMES if self.apis == ANY_API else list(dict.fromkeys(self.apis or ()))
 
     def spans_apis(self) -> bool:
-        """Whether the API alone tells the paths."""
+        """Whether it selects paths by their APIs alone."""
         return self.apis is not None and self.pathExact is None and not self.list_prefixes()
 
 

@@ -576,7 +576,8 @@ class Patch:
         """Check, by decoding, that only the intended parts have changed.
 
         Each value with a change inside is decoded, starting from the outermost one that is verified as a whole. The bytes
-        around that one are unchanged, because no edit reaches beyond it. Some may be inside the root, which may change, too.
+        around that one are unchanged, because no edit reaches beyond it. The root is one of these if it changes, and so is a
+        message inside it that was found without the root.
         """
         if not (self._new or self._gone or self._added):
             self._verify_tails()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from extproc.apis import API_NAMES, name_api
 from extproc.errors import UsageError
 from extproc.policy.bundle import Policy
 from extproc.policy.loader import PolicySet
@@ -14,7 +15,7 @@ class GuardedPath(NamedTuple):
     """Paths that Envoy sends to Loopguard.
 
     Attributes:
-        path: the path; empty if the API or the name tells.
+        path: the path; empty if `api`, or `name` alone, selects.
         exact: without what is below it.
         policies: ids of the policies that need it.
         name: of its route.
@@ -36,13 +37,16 @@ class _Anchor(NamedTuple):
     api: str = ""
 
     def list_around(self) -> Iterator[_Anchor]:
-        """This anchor and every prefix that its requests have, longest first."""
+        """This anchor, every prefix that its requests have, longest first, and every API that they may call."""
         yield self
         yield _Anchor(self.path or "/", exact=False)
         for end in range(len(self.path) - 1, -1, -1):
             if self.path[end] == "/":
                 yield _Anchor(self.path[: end + 1], exact=False)
                 yield _Anchor(self.path[:end], exact=False)
+        if self.path not in ("", "/"):  # whose routes are tried after those of APIs
+            for api in [name_api(self.path)] if self.exact else API_NAMES:
+                yield _Anchor("", exact=False, api=api)
 
     def rank(self) -> tuple[bool, int]:
         """Order anchors as Envoy has to try them: exact paths, then prefixes, longest first, and APIs before `/`."""
@@ -119,6 +123,6 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
 
 
 def _name(anchor: _Anchor, names: Mapping[_Anchor, str]) -> str:
-    """A route's name: its own, else that of the nearest enclosing path, whose policies also match this route's requests."""
+    """A route's name: its own, else that of the nearest enclosing path or API, whose policies also match its requests."""
     name = next((names[around] for around in anchor.list_around() if names.get(around)), "")
     return name or f"guarded:{anchor.api or anchor.path}{'' if anchor.exact or anchor.api else '*'}"

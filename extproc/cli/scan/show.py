@@ -82,11 +82,12 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
             were = "" if kind == "unread" else "was " if unread["count"] == 1 else "were "
             lines.append(f"{count_many(unread['count'], noun)} {were}{what}: {', '.join(unread['names'])}.")
     if document["loops"]:
+        saved, noted = [_write_part(document, after) for after in ("after_stop", "after_note")]
+        note = "Loopguard's note at the third identical turn"
         if document["after_stop"]["calls"]:
-            saved = _write_part(document, "after_stop")
             lines.append(f"Loopguard would have saved {saved}: it refuses from the seventh identical turn on.")
-        noted = _write_part(document, "after_note")
-        lines.append(f"If the agents had followed its note at the third, it would have saved {noted}.")
+            note = "its note at the third"
+        lines.append(f"If the agents had followed {note}, it would have saved {noted}.")
     if document["only_noted"]:
         noted = count_many(document["only_noted"], "conversation")
         lines.append(f"In {noted}, short results without an error were repeated: these would get a note, and no stop.")

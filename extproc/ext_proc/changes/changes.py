@@ -81,7 +81,7 @@ class _Landing:
     """Forbids all tools of a body that gets a note.
 
     Attributes:
-        began: the note has a place, so what fails from then on is the other edit.
+        began: the note has a place, so an error from then on is about the tools.
         narrowed: there were tools to forbid.
     """
 

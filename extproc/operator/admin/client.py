@@ -89,6 +89,8 @@ class AdminClient:
         # ~/.netrc does not apply here.
         transport = httpx.HTTPTransport(verify=parsed.scheme == "https", trust_env=False, uds=path)
         local = path is None and parsed.scheme == "http" and Address(base, parsed.host).is_local
+        if local and parsed.host == "localhost":  # as `serve` reads it: at ::1, another user's server could wait for the token
+            base = str(parsed.copy_with(host="127.0.0.1"))
         self._local_port = parsed.port if local else None
         self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
 

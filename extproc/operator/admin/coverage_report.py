@@ -304,7 +304,7 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
         text = f"no policy matches any of {count(unmatched, 'request')}"
         found.append(_describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched))
     if calls := recent.get(UNMATCHED_CALLS, 0):
-        text = f"no policy matches {count(calls, 'model call')}, which are not guarded"
+        text = f"{count(calls, 'model call')} passed unguarded, because no policy matches"
         change = 'a policy with "selector": {"apis": "any"} matches them on every path'
         found.append(_describe(PROBLEM, "unmatched_calls", text, change, calls))
     if state.watching:

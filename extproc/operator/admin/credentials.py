@@ -26,7 +26,7 @@ _LEAST_TOKEN = 16
 _MOST_BYTES = 65_536
 _LONGEST_NAME = 48
 _ODD = re.compile(r"[^A-Za-z0-9_.@+-]")
-_USUAL_HOSTS = ("", "127.0.0.1:9900", "localhost:9900")
+_USUAL_ADDRESSES = ("", "127.0.0.1:9900", "localhost:9900")
 _BROWSERS = ("origin", "sec-fetch-site")
 """Headers that every browser sends with requests made by a page, and no other client sends."""
 
@@ -46,22 +46,26 @@ class Asking(NamedTuple):
 
 
 class Credentials:
-    """The tokens in a file. It is read for each request with a token, so a new file needs no restart."""
+    """The tokens in a file. It is read for each request with a token, so a new file needs no restart.
 
-    def __init__(self, path: str, socket_path: str = "", *, local: bool = False) -> None:
+    Attributes:
+        local_address: the admin port's address if only this machine can connect; else empty. A page's commands use it, because
+            the name that its reader knows may be a tunnel's, or point elsewhere by the time that a token is sent.
+    """
+
+    def __init__(self, path: str, socket_path: str = "") -> None:
         """Check the file, which has a token on each line. Without a file (an empty path), TCP is read-only.
 
         Args:
             path: the file.
             socket_path: the server's own Unix socket; empty for none.
-            local: only this machine can connect.
 
         Raises:
             UsageError: the file cannot be read, or a token is too short.
         """
         self._path = path
         self._socket_path = socket_path
-        self._local = local
+        self.local_address = ""
         self._shared: Path | None = None
         if path:
             try:
@@ -79,13 +83,13 @@ class Credentials:
             self._shared.unlink(missing_ok=True)
 
     def explain(self, request: Request) -> Asking:
-        """How the commands on a page reach this server, from where its reader is."""
-        host = request.headers.get("host", "")
-        admin = "" if host in _USUAL_HOSTS else f" --admin {shlex.quote(host)}"
+        """How the commands on a page reach this server."""
+        address = self.local_address or request.headers.get("host", "")
+        admin = "" if address in _USUAL_ADDRESSES else f" --admin {shlex.quote(address)}"
         here = "Run the commands on the server's machine, as its user."
         if self._shared is not None:
             return Asking(admin, "", here)
-        if self._path and self._local:
+        if self._path and self.local_address:
             return Asking(admin, f" --token-file {shlex.quote(self._path)}", "Run the commands where the token file is.")
         if self._path:
             return Asking(admin, "", "Add --token-file PATH to the commands, a file with a token of this server.")
@@ -116,7 +120,8 @@ class Credentials:
         try:
             tokens = self._read()
         except (OSError, ValueError) as error:
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"the token file: {_explain(error)}") from None
+            told = f"{self._shared or 'the token file'}: {_explain(error)}{'; restart the server' if self._shared else ''}"
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, told) from None
         given = shown.strip().encode("utf-8", "surrogateescape")
         good = [hmac.compare_digest(given, token) for token in tokens]  # compare with all, so that the time reveals nothing
         if scheme.lower() != "bearer" or not any(good):

@@ -10,6 +10,7 @@ import os
 import secrets
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 _BYTES = 32
@@ -19,8 +20,10 @@ _OTHERS = 0o077
 
 def name_token_file(port: int) -> Path:
     """The file of the server with this admin port, in the user's runtime folder, else in the one for temporary files."""
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime, "loopguard", f"{port}.token")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    with suppress(OSError):  # it may not exist, and after `su` it may be another user's
+        if runtime and Path(runtime).stat().st_uid == os.getuid():
+            return Path(runtime, "loopguard", f"{port}.token")
     return Path(tempfile.gettempdir(), f"loopguard-{os.getuid()}", f"{port}.token")
 
 

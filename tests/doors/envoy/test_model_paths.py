@@ -22,7 +22,7 @@ AGENTS = json.loads(Path(find_preset("agents")).read_text())
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "again"}]}).encode()
 
 
-def test_envoy_sends_model_calls_of_every_prefix_and_nothing_else() -> None:
+def test_envoy_sends_model_calls_of_every_prefix_alone() -> None:
     """Each path on which a model answers reaches Loopguard and is counted; the others pass without it."""
     with stack(AGENTS) as running:
 
@@ -68,7 +68,7 @@ def test_check_envoy_finds_an_unguarded_route_for_an_api(match: dict[str, Any], 
     assert _unguarded(document) == expected
 
 
-def test_check_envoy_names_a_route_that_may_take_model_calls() -> None:
+def test_a_route_that_may_take_model_calls_is_named() -> None:
     """Of an unknown prefix, only the clients know whether a model is behind it."""
     document = yaml.safe_load(bootstrap(AGENTS))
     find(document, ROUTES).insert(0, {"name": "before", "match": {"prefix": "/shop/"}, "route": {"cluster": "upstream"}})
@@ -101,5 +101,5 @@ def test_narrowed_api_keeps_its_path_as_route() -> None:
     assert [route["match"] for route in routes] == [{"path_separated_prefix": "/team"}, {"prefix": "/"}]
     assert (counted, unmatched) == (1, 2)
     assert [each["text"] for each in findings if each["reason"] == "unmatched_calls"] == [
-        "no policy matches 1 model call, which are not guarded"
+        "1 model call passed unguarded, because no policy matches"
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import shlex
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ def list_commands(loopguard: Loopguard) -> list[str]:
     return [html.unescape(command) for command in re.findall(r"</button> <code>([^<]*)</code>", page)]
 
 
-def test_an_order_acts_at_once_without_a_flag_for_a_token(running: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_orders_act_at_once_without_a_token_flag(running: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     """A caller is refused from the next request on, and again let through."""
     admin = ["--admin", running.loopguard.admin_url]
     assert ask(running, "ann") == 200
@@ -70,6 +71,24 @@ def test_commands_on_the_page_run_as_printed(running: Stack) -> None:
     assert ask(running, "bob") == 200
     assert all(main(shlex.split(command)[1:]) == 0 for command in dict.fromkeys(list_commands(running.loopguard)))
     assert f"--admin 127.0.0.1:{running.loopguard._admin}" in free
+
+
+def test_localhost_is_the_server_s_own_address(running: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the name means ::1 first, another user could wait there for the token."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: resolve("::1" if host == "localhost" else host, *more))
+
+    assert main(["block", "--tool", "t", "--admin", f"localhost:{running.loopguard._admin}"]) == 0
+
+
+def test_a_vanished_token_file_asks_for_a_restart(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runtime folders end with the last session of their user, and temporary ones are swept."""
+    (file,) = runtime.iterdir()
+    file.unlink()
+
+    assert main(["block", "--tool", "t", "--admin", running.loopguard.admin_url]) == 1
+
+    assert f"503: {file}: No such file or directory; restart the server" in capsys.readouterr().err
 
 
 def test_a_file_that_others_may_use_is_not_used(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:

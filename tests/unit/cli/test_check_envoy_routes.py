@@ -213,10 +213,18 @@ def test_the_chart_s_matcher_is_understood() -> None:
     by_api = bundle(policy("models", {"apis": "any", "pathPrefix": "/chat"}, limit_keys=["header:x"]))
     lacking = copy.deepcopy(document)
     find(lacking, f"{FILTER}/typed_config/xds_matcher/matcher_list/matchers/0/predicate/not_matcher/or_matcher/predicate").pop()
+    skipping = copy.deepcopy(document)
+    skip = find(skipping, f"{FILTER}/typed_config/xds_matcher")
+    skip["on_no_match"] = skip["matcher_list"]["matchers"][0]["on_match"]
+    tree = copy.deepcopy(document)
+    on_match, value = skip["on_no_match"], {"name": "path", "typed_config": header(":path")}
+    find(tree, f"{FILTER}/typed_config")["xds_matcher"] = {
+        "matcher_tree": {"input": value, "exact_match_map": {"map": {"/x": on_match}}}
+    }
 
     assert codes(document) == codes(document, by_api) == []
     assert codes(document, CHAT) == [("skipped", True)]
-    assert codes(lacking) == [("not-judged", False)]
+    assert codes(lacking) == codes(skipping) == codes(tree) == [("not-judged", False)]
 
 
 def test_a_route_s_matcher_is_found() -> None:

@@ -280,10 +280,16 @@ def test_policies_on_one_path_share_a_route() -> None:
         ([{"routes": ["x"]}, {"pathPrefix": "/", "methods": ["POST"]}], ["x"]),
         ([{"routes": ["x"]}, {"pathExact": "/a", "routes": ["x"]}], ["x", "unguarded"]),
         ([{"routes": ["y"]}, {"pathExact": "/a", "routes": ["x"]}], ["x", "y"]),
+        ([{"pathExact": "/a/api/chat"}, {"apis": ["ollama"], "routes": ["x"]}], ["x", "x", "unguarded"]),
+        ([{"pathExact": "/a"}, {"apis": ["ollama"], "routes": ["x"]}], ["guarded:/a", "x", "unguarded"]),
+        ([{"pathPrefix": "/a"}, {"apis": ["ollama"], "routes": ["x"]}], ["x", "x", "unguarded"]),
+        ([{"apis": ["ollama"]}, {"pathPrefix": "/", "routes": ["x"]}], ["x", "x"]),
+        ([{"apis": ["ollama"], "routes": ["x"]}, {"pathPrefix": "/"}], ["x", "guarded:/*"]),
+        ([{"apis": ["ollama"]}, {"apis": ["gemini"], "routes": ["x"]}], ["guarded:ollama", "x", "unguarded"]),
     ],
 )
 def test_routes_get_the_names_that_selectors_ask_for(selectors: Sequence[Mapping[str, object]], names: Sequence[str]) -> None:
-    """A route has the name that its policies select by, else that of the path around it, so that every policy can match."""
+    """A route has the name that its policies select by, else that of what is around it, so that every policy can match."""
     document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
 
     text = bootstrap(document)

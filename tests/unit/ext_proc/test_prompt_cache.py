@@ -124,7 +124,7 @@ both_actions: Callable[..., Any] = pytest.mark.parametrize("action", ["steer", "
 
 @both_actions
 @pytest.mark.parametrize("name", SDKS)
-def test_no_byte_before_the_newest_message_of_an_sdk_changes(model: FakeModel, name: str, action: str) -> None:
+def test_no_byte_before_an_sdk_s_newest_message_changes(model: FakeModel, name: str, action: str) -> None:
     """Its tools stay declared, and a landing forbids them if the API can."""
     api, sent = name.partition(" ")[0], record(model, name)
     assert b"ask_colleague" in sent

@@ -34,9 +34,18 @@ def test_each_start_writes_a_new_token() -> None:
     assert read_token(PORT + 1) == ""
 
 
-def test_without_a_runtime_folder_the_temporary_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folder", ["", "missing", "another user's"])
+def test_without_a_runtime_folder_the_temporary_one_is_used(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the user in its name, as all users share it."""
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    if folder == "another user's":
+        path = tmp_path / folder if os.getuid() == 0 else Path("/")
+        if os.getuid() == 0:
+            path.mkdir()
+            os.chown(path, 1, 1)
+        folder = str(path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
 
     assert name_token_file(PORT).parent.name == f"loopguard-{os.getuid()}"
 
@@ -84,16 +93,19 @@ def test_no_token_is_written_into_an_unsafe_folder(name: str) -> None:
         write_token(PORT)
 
 
-def _share() -> Credentials:
-    made = Credentials("", local=True)
+def _share(address: str) -> Credentials:
+    made = Credentials("")
     made.share(write_token(PORT))
+    made.local_address = address
     return made
 
 
-def _configure(*, local: bool) -> Credentials:
+def _configure(address: str) -> Credentials:
     path = name_token_file(PORT).parents[1] / "my tokens"
     path.write_text("correct-horse-battery-staple")
-    return Credentials(str(path), local=local)
+    made = Credentials(str(path))
+    made.local_address = address
+    return made
 
 
 HERE = "Run the commands on the server's machine, as its user."
@@ -102,19 +114,18 @@ HERE = "Run the commands on the server's machine, as its user."
 @pytest.mark.parametrize(
     ("make", "host", "admin", "token", "how"),
     [
-        (_share, "127.0.0.1:9900", "", False, HERE),
-        (_share, "localhost:9901", " --admin localhost:9901", False, HERE),
-        (_share, "a;b", " --admin 'a;b'", False, HERE),
-        (lambda: _configure(local=True), "localhost:9900", "", True, "Run the commands where the token file is."),
-        (lambda: _configure(local=False), "lg:9900", " --admin lg:9900", False, "Add --token-file PATH to the commands"),
+        (lambda: _share("127.0.0.1:9900"), "tunnel:80", "", False, HERE),
+        (lambda: _share("[::1]:9901"), "localhost:9901", " --admin '[::1]:9901'", False, HERE),
+        (lambda: _configure("localhost:9900"), "rebound.example:9900", "", True, "Run the commands where the token file is."),
+        (lambda: _configure(""), "lg:9900", " --admin lg:9900", False, "Add --token-file PATH to the commands"),
         (lambda: Credentials("", "/run/a.sock"), "lg:9900", " --admin unix:/run/a.sock", False, HERE),
-        (lambda: Credentials(""), "lg:9900", " --admin lg:9900", False, "This server takes no orders"),
+        (lambda: Credentials(""), "a;b", " --admin 'a;b'", False, "This server takes no orders"),
     ],
 )
 def test_a_page_says_how_orders_are_given(
     make: Callable[[], Credentials], host: str, admin: str, token: bool, how: str, tmp_path: Path
 ) -> None:
-    """Its commands name the server as its reader does, and the credential if there is one on this machine."""
+    """Its commands name the server, on its machine or as its reader does, and the credential if it is on that machine."""
     request = Request({"type": "http", "headers": [(b"host", host.encode())]})
 
     told = make().explain(request)

@@ -65,6 +65,14 @@ def test_a_wildcard_is_no_route() -> None:
     assert (place, text) == ("/spec/selector/routes/0", "'*' is matched literally; leave routes out to match any")
 
 
+def test_an_exact_path_of_another_api_is_warned_of() -> None:
+    """No request matches both keys."""
+    [(place, text)] = warnings({"apis": ["anthropic"], "pathExact": "/v1/responses"})
+
+    assert (place, text.partition(",")[0]) == ("/spec/selector/pathExact", "is no path of these apis")
+    assert warnings({"apis": "any", "pathExact": "/v1/responses"}) == []
+
+
 @pytest.mark.parametrize("document", [policy("a", {"pathPrefix": "/"}), bundle(policy("a", {"pathPrefix": "/"}))])
 def test_documents_may_name_their_schema(document: dict[str, Any]) -> None:
     """`$schema` is ignored, and valid by our own schema."""

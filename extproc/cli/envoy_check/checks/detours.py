@@ -144,10 +144,13 @@ def check_matchers(guard: Guard) -> Iterator[Finding]:
 
 def _shows_apis(matcher: ConfigPlace) -> bool:
     """Whether it skips only requests that call no model, as the one of the Helm chart does."""
-    first, *others = matcher.get("xds_matcher", "matcher_list", "matchers").items()
-    predicates = first.get("predicate", "not_matcher", "or_matcher", "predicate").items()
+    xds = matcher.get("xds_matcher")
+    matchers = list(xds.get("matcher_list", "matchers").items())
+    if len(matchers) != 1 or xds.get("on_no_match").is_there:
+        return False
+    predicates = matchers[0].get("predicate", "not_matcher", "or_matcher", "predicate").items()
     shown = {place.get("single_predicate", "value_match", "safe_regex", "regex").text() for place in predicates}
-    return not others and shown >= {write_header_regex(name) for name in API_NAMES}
+    return shown >= {write_header_regex(name) for name in API_NAMES}
 
 
 def _list_inputs(matcher: ConfigPlace) -> list[str]:

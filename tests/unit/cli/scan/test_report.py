@@ -90,13 +90,13 @@ def test_people_read_what_would_be_saved_first(capsys: pytest.CaptureFixture[str
     assert " 3. " not in run.out
 
 
-def test_a_loop_without_a_stop_saves_only_by_its_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_without_a_stop_saves_by_its_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a refusal saves is told only of loops that reached one."""
     write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 5)))
 
     run = Run(capsys, "scan", str(tmp_path))
 
-    assert "it would have saved 2 calls" in run.out
+    assert "followed Loopguard's note at the third identical turn, it would have saved 2 calls" in run.out
     assert "refuses" not in run.out
 
 
