@@ -33,6 +33,8 @@ def warned(found: PolicySet) -> list[str]:
         ({"pathPrefix": "/bedrock"}, ["credential"], True),
         ({"pathExact": "/model/m/converse"}, ["credential"], True),
         ({"routes": ["models"]}, ["credential"], True),
+        ({"apis": "any"}, ["credential"], True),
+        ({"apis": ["anthropic", "openai"]}, ["credential"], False),
         ({"pathPrefix": "/"}, ["header:authorization"], True),
         ({"pathPrefix": "/"}, [ANYONE], True),
         ({"pathPrefix": "/"}, [VERIFIED], False),
