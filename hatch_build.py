@@ -189,8 +189,11 @@ def compile_modules(folder: Path, modules: Sequence[str]) -> None:
 
 
 def _tell(progress: str) -> None:
-    """Say how far it is; `pip` shows it with `--verbose`."""
+    """Say how far it is, on the terminal as well: pip shows what a build prints only with `--verbose`."""
     print(progress, file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        with suppress(OSError), Path("/dev/tty").open("w") as terminal:
+            print(f"\r{progress}", file=terminal)
 
 
 def _build(extensions: list[Extension], folder: Path) -> None:
