@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from extproc.engine.orders import ActiveOverride
+from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.budget_report import BudgetPages
@@ -28,7 +29,7 @@ from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board
-from extproc.operator.budget_rows import BudgetDocument
+from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.coverage_rows import CoverageDocument
@@ -71,6 +72,22 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(work, _start_loop()).result(60)
 
 
+NOTHING, COUNTS, ALL = range(3)
+
+
+class Away:
+    """A store of which nothing, the counts or all is away, as a test says."""
+
+    def __init__(self) -> None:
+        self.away = NOTHING
+        self._memory = MemoryStore(Metrics())
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401, D105  # of a store
+        if self.away == ALL or (self.away == COUNTS and name == "hit"):
+            raise StoreError("away", kind="connection")
+        return getattr(self._memory, name)
+
+
 def send(service: Service, times: int = 1, data: bytes = b"{}", path: str = CHAT, **named: Any) -> list[int]:  # noqa: ANN401  # of `headers`
     """What becomes of equal requests, of Ann unless headers are given: the status of each refusal, or 200."""
     sent = headers(path, **(named or {"x_user_id": "ann"}))
@@ -99,8 +116,8 @@ class Operated:
         self.services = list(services) or [make_service(*policies, store=self.store, **settings) for _ in range(replicas)]
         self.givers = [OverrideService(self.store, service, service.metrics) for service in self.services]
         for place, giver in enumerate(self.givers):
-            giver.list_seen = lambda place=place: self._find_seen(place)
-            giver.list_budgets = lambda place=place: self._open_boards(place)["budgets"].view().document.rows
+            giver.list_seen = partial(self._find_seen, place)
+            giver.list_budgets = partial(self._list_budgets, place)
         self.orders = orders
         self._price = price
 
@@ -207,6 +224,10 @@ class Operated:
     def _find_seen(self, replica: int) -> Any:  # noqa: ANN401  # of orders
         boards = self._open_boards(replica)
         return _find_seen(boards["loops"].view(), boards["sessions"].view(), boards["budgets"].view())
+
+    def _list_budgets(self, replica: int) -> list[BudgetRow]:
+        found: BudgetDocument = self._open_boards(replica)["budgets"].view().document
+        return found.rows
 
     def _make_app(self, replica: int) -> Starlette:
         """All pages, as a server has them."""

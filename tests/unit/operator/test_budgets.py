@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from extproc.errors import StoreError
-from extproc.metrics import Metrics
 from extproc.operator.admin.budget_report import NO_BUDGETS
 from extproc.operator.budget_events import BudgetEvents
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
-from extproc.store.memory import MemoryStore
 from tests.support.budget_policies import ask, bucket, daily, limited, refused
 from tests.support.documents import policy
 from tests.support.engine import ANY
-from tests.support.operated import Operated
+from tests.support.operated import COUNTS, NOTHING, Away, Operated
 
 
 def operate(*policies: dict[str, Any], **more: Any) -> Operated:  # noqa: ANN401  # as Operated
@@ -277,23 +274,6 @@ def test_a_grant_that_cannot_be_added_is_refused(order: dict[str, Any], problem:
     assert made.list_orders() == []
 
 
-class Away:
-    """A store that counts nothing while it is `away`, and keeps documents."""
-
-    def __init__(self) -> None:
-        self.away = False
-        self._memory = MemoryStore(Metrics())
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401, D105  # of a store
-        return getattr(self._memory, name)
-
-    def hit(self, *hits: Any) -> Any:  # noqa: ANN401  # as MemoryStore
-        """Count or fail."""
-        if self.away:
-            raise StoreError("away", kind="connection")
-        return self._memory.hit(*hits)
-
-
 def test_a_grant_that_the_store_does_not_take_can_be_given_again() -> None:
     """It leaves nothing behind that would keep the next one from being added."""
     store = Away()
@@ -302,9 +282,9 @@ def test_a_grant_that_the_store_does_not_take_can_be_given_again() -> None:
         ask(made.service)
     order = {"kind": "grant", "caller": list_budgets(made)[0]["caller"], "budget": "daily", "amount": 1, "key": "x"}
 
-    store.away = True
+    store.away = COUNTS
     failed = made.post(order)[0]
-    store.away = False
+    store.away = NOTHING
     made.give(**order)
 
     assert failed == 503

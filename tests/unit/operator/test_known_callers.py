@@ -23,7 +23,7 @@ from tests.support.session_limits import limited
 
 SECRET = "sk-secret"
 HIDDEN = PROCESS_KEY.hide(SECRET)
-SENT = {"authorization": f"Bearer {SECRET}", "x_team": "blue"}
+SENT: dict[str, Any] = {"authorization": f"Bearer {SECRET}", "x_team": "blue"}
 CALLER = {"first_of": ["credential", "header:x-user-id"], "name": "caller"}
 LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization"]}
 

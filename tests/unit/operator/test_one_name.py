@@ -18,7 +18,7 @@ from tests.support.session_limits import limited
 
 KEY = "sk-secret"
 HIDDEN = PROCESS_KEY.hide(KEY)
-KEYED = {"authorization": f"Bearer {KEY}"}
+KEYED: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
 ALTERNATIVES = {"first_of": ["jwt:sub", "credential", "header:x-user-id"], "name": "caller"}
 OWN_KEYS: list[list[Any]] = [["credential"], ["header:authorization"], [ALTERNATIVES], [ALTERNATIVES, "credential"]]
 
