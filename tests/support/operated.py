@@ -20,6 +20,7 @@ from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.canary_page import CanaryPages
+from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.coverage_report import CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page
@@ -37,11 +38,12 @@ from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import LoopDocument
 from extproc.operator.overrides import OverrideService
 from extproc.operator.session_rows import SessionDocument
+from extproc.operator.session_table import SessionTable
 from extproc.server import _find_seen
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import BOARDS, ORDERS
+from extproc.store.rules.documents import BOARDS, ORDERS, make_replica_name
 from tests.support.budget_policies import CHAT
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service
@@ -100,6 +102,7 @@ class Operated:
     Attributes:
         services: one for each replica, which requests are sent to.
         orders: what the pages show as in force, instead of the orders that were given.
+        says_coverage: reports begin with the share of requests that is guarded.
     """
 
     def __init__(
@@ -119,6 +122,8 @@ class Operated:
             giver.list_seen = partial(self._find_seen, place)
             giver.list_budgets = partial(self._list_budgets, place)
         self.orders = orders
+        self.says_coverage = True
+        self._names = [make_replica_name() for _ in self.services]
         self._price = price
 
     @property
@@ -186,6 +191,16 @@ class Operated:
         finally:
             server.stop()
 
+    @contextmanager
+    def connect(self) -> Iterator[AdminClient]:
+        """A client of the admin port, as commands have it."""
+        with self.listen() as address:
+            client = AdminClient(address)
+            try:
+                yield client
+            finally:
+                client.close()
+
     def _open(self, replica: int) -> TestClient:
         """The replica's own Unix socket, which needs no token."""
         app = self._make_app(replica)
@@ -201,7 +216,7 @@ class Operated:
         def open_all(place: int) -> dict[str, Board[Any]]:
             reporter = self.services[place].reporter
             return {
-                name: Board(name, kind, getattr(reporter, name), self.store, lambda: reporter.show_callers, str(place))
+                name: Board(name, kind, getattr(reporter, name), self.store, lambda: reporter.show_callers, self._names[place])
                 for name, kind in DOCUMENTS.items()
             }
 
@@ -244,8 +259,9 @@ class Operated:
         coverage = CoveragePages(boards["coverage"], lambda: STATE, dict)
         standing = giver.list_standing if self.orders is None else lambda: self.orders or ()
         loops.list_orders = sessions.list_orders = budgets.list_orders = standing
-        loops.summarize = sessions.summarize = coverage.summarize
-        canaries = CanaryPages(Sharing(service.pairs, self.store, str(replica)), _start_loop)
+        if self.says_coverage:
+            loops.summarize = sessions.summarize = coverage.summarize
+        canaries = CanaryPages(Sharing(service.pairs, self.store, self._names[replica]), _start_loop)
         routes = [
             route_page(loops, sessions, budgets),
             *loops.list_routes(),
@@ -256,3 +272,11 @@ class Operated:
             *route_overrides(giver, Credentials(""), _start_loop),
         ]
         return make_app(service.metrics, routes)
+
+
+def operate(table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()) -> Operated:
+    """A replica that has seen these sessions."""
+    made = Operated(orders=orders, show_callers=shows)
+    made.service.reporter.sessions = table
+    made.says_coverage = False  # no request was sent
+    return made

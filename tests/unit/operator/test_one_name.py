@@ -95,7 +95,7 @@ def test_an_order_about_one_row_frees_every_policy(shown: str) -> None:
 def test_an_order_names_the_caller_of_a_rule(kind: str) -> None:
     """A row of /budgets has a hash that orders understand, also where the policy tells callers apart by another key."""
     one = Operated(budget("money", ["header:x-team"]), budget("more", ["credential"], by="credential"))
-    named = {"x_user_id": "ann", "x_team": "red"}
+    named: dict[str, Any] = {"x_user_id": "ann", "x_team": "red"}
     assert send(one.service, 3, **named) == [200, 200, 429]
     row = next(row for row in list_rows(one) if row["policy"] == "money")
 
