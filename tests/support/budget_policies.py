@@ -26,6 +26,14 @@ def rule(algorithm: str, name: str = "r", keys: Sequence[str] = KEY, more: Any =
     return made | (more or {})
 
 
+DAY = {"period": "1d", "staged_actions": [{"threshold_percent": 50, "action": "warn"}, *REJECT]}
+
+
+def daily(budget: float = 10, name: str = "daily", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
+    """A rule for a day's requests."""
+    return rule("cost_based", name, **{"budget": budget, **DAY, **more})
+
+
 def bucket(per_second: float = 1, burst: float = 3, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
     """A bucket of three requests."""
     return rule("token_bucket", **more) | {"algorithm_config": {"tokens_per_second": per_second, "burst": burst}}

@@ -128,7 +128,7 @@ def test_conversations_without_a_note_still_land() -> None:
     assert count_changes(service) == {
         ("not_noted", BEGUN): 2, ("not_noted", WENT_ON): 1, ("not_noted", TURNED): 1, ("not_noted", LANDED): 1,
     }  # fmt: skip
-    detections = {key[3] for key in service.metrics.detections._metrics}
+    detections = {sample.labels["action"] for metric in service.metrics.detections.collect() for sample in metric.samples}
     assert detections == {"warn", "land"}
 
 
@@ -167,7 +167,7 @@ def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
         value = as_chat(turns)
         ask(service, value, signed)
 
-    assert {key[0] for key in service.metrics.unsteered._metrics} == {"p"}
+    assert {sample.labels["policy"] for metric in service.metrics.unsteered.collect() for sample in metric.samples} == {"p"}
     assert count_changes(service) == {}
 
 

@@ -2,77 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from extproc.cli.main import main
-from extproc.engine.orders import ActiveOverride
-from extproc.errors import BadOrderError, StoreError
-from extproc.ext_proc.service import Service
-from extproc.metrics import Metrics
-from extproc.operator.admin.budget_report import NO_BUDGETS, report_budgets
-from extproc.operator.admin.reports import Selection
-from extproc.operator.board import View, unpack_all
+from extproc.operator.admin.budget_report import NO_BUDGETS
 from extproc.operator.budget_events import BudgetEvents
-from extproc.operator.budget_rows import BudgetDocument
-from extproc.operator.overrides import OverrideService, describe_override, read_override, write_override
-from extproc.operator.standing_orders import NO_ORDERS, OrderIndex
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
-from extproc.store.memory import MemoryStore
-from tests.support.budget_policies import REJECT, ask, bucket, limited, refused, rule
-from tests.support.service import make_service
-
-T = TypeVar("T")
-
-DAY = {"period": "1d", "staged_actions": [{"threshold_percent": 50, "action": "warn"}, *REJECT]}
+from tests.support.budget_policies import ask, bucket, daily, limited, refused
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.operated import COUNTS, NOTHING, Away, Operated
 
 
-def daily(budget: float = 10, name: str = "daily", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
-    """A rule for a day's requests."""
-    return rule("cost_based", name, **{"budget": budget, **DAY, **more})
+def operate(*policies: dict[str, Any], **more: Any) -> Operated:  # noqa: ANN401  # as Operated
+    """Replicas that show callers."""
+    return Operated(*policies, show_callers=True, **more)
 
 
-class Operated:
-    """Replicas on one store, with the same clock as people, and what operators see of them."""
-
-    def __init__(self, *policies: dict[str, Any], replicas: int = 1) -> None:
-        self.store = MemoryStore(Metrics())
-        self.services = [make_service(*policies, store=self.store) for _ in range(replicas)]
-        self.givers = [OverrideService(self.store, service, service.metrics) for service in self.services]
-        for giver in self.givers:
-            giver.list_budgets = lambda: self.view(shows_callers=False).document.rows
-
-    @property
-    def service(self) -> Service:
-        """The first replica."""
-        return self.services[0]
-
-    def view(self, *, shows_callers: bool = True) -> View[BudgetDocument]:
-        """What all replicas know together, through their boards."""
-        tables = [service.reporter.budgets for service in self.services]
-        packed = {str(place): each.make_document(shows_callers=shows_callers).pack() for place, each in enumerate(tables)}
-        found = BudgetDocument.merge(unpack_all(packed, BudgetDocument).values(), time.time())
-        return View(found, "0", sorted(packed), "")
-
-    def report(self, *orders: ActiveOverride, shown: bool = True, exist: bool = True, **selection: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a selection
-        """The JSON of `/budgets`."""
-        index = OrderIndex(orders) if orders else NO_ORDERS
-        view = self.view(shows_callers=shown)
-        return report_budgets(view, Selection(**selection), shows_callers=shown, now=time.time(), orders=index, exist=exist)
-
-    def give(self, replica: int = 0, **order: Any) -> tuple[ActiveOverride, list[str]]:  # noqa: ANN401  # an order
-        """Give a grant."""
-        return run(self.givers[replica].give({"kind": "grant", **order}, "eve"))
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run something."""
-    return asyncio.run(work)
+def list_budgets(made: Operated, **query: Any) -> list[dict[str, Any]]:  # noqa: ANN401  # as ask
+    """The rows of `/budgets`."""
+    rows: list[dict[str, Any]] = made.ask("/budgets", **query)["budgets"]
+    return rows
 
 
 def pick(row: Mapping[str, Any], *names: str) -> list[Any]:
@@ -85,12 +40,12 @@ def pick(row: Mapping[str, Any], *names: str) -> list[Any]:
 
 def test_callers_are_listed_tightest_first() -> None:
     """By policy and rule, with what is used, left and refused; a refusal names the grant to copy."""
-    made = Operated(limited(daily(keys=["header:x-user"]), daily(4, "small", keys=["header:x-team"])))
+    made = operate(limited(daily(keys=["header:x-user"]), daily(4, "small", keys=["header:x-team"])))
     for _ in range(5):
         ask(made.service, x_user="ann", x_team="red")
     ask(made.service, x_user="bob", x_team="blue")
 
-    report = made.report()
+    report = made.ask("/budgets")
     first, second, third, fourth = report["budgets"]
 
     assert pick(first, "rule", "limit", "used", "left", "used_percent", "refused") == ["small", 4, 4, 0, 100.0, 1]
@@ -103,13 +58,13 @@ def test_callers_are_listed_tightest_first() -> None:
     assert pick(third, "rule", "used") == ["small", 1]
     assert pick(fourth, "rule", "used") == ["daily", 1]
     assert report["total"] == {"budgets": 4, "callers": 4, "used_up": 1, "open_breakers": 0, "refused": 1}
-    assert made.report(shown=False)["budgets"][0]["descriptors"] is None
-    assert len(made.report(limit=1)["budgets"]) == 1
+    assert list_budgets(made, host="evil.example")[0]["descriptors"] is None
+    assert len(list_budgets(made, limit=1)) == 1
 
 
 def test_a_caller_whose_row_was_dropped_has_one_again() -> None:
     """Rows are dropped when there are too many; what is remembered of their keys brings none back."""
-    made = Operated(limited(daily()))
+    made = operate(limited(daily()))
     ask(made.service, "ann")
     for number in range(MAX_ROWS):
         ask(made.service, f"{number}")
@@ -119,27 +74,27 @@ def test_a_caller_whose_row_was_dropped_has_one_again() -> None:
     rows = made.service.reporter.budgets.copy()
     assert len(rows) == MAX_ROWS
     assert [row.requests for row in rows[-2:]] == [1, 1]
-    assert made.report()["budgets"][0]["used"] == 2
+    assert list_budgets(made)[0]["used"] == 2
 
 
 def test_an_empty_report_says_why() -> None:
     """No budget, no caller yet, or none that is asked for."""
-    made = Operated(limited(daily()))
+    made = operate(limited(daily()))
 
-    assert made.report()["note"] == "no request of a caller with a budget in the last hour"
-    assert made.report(exist=False)["note"] == NO_BUDGETS
+    assert made.ask("/budgets")["note"] == "no request of a caller with a budget in the last hour"
+    assert Operated(policy("p", ANY)).ask("/budgets")["note"] == NO_BUDGETS
     ask(made.service)
-    assert made.report()["note"] is None
-    assert made.report(policy="other")["note"] == "none of 1 budgets matches"
+    assert made.ask("/budgets")["note"] is None
+    assert made.ask("/budgets", policy="other")["note"] == "none of 1 budgets matches"
 
 
 def test_replicas_tell_one_row() -> None:
     """What is left is the newest answer of the store; refusals are added up."""
-    made = Operated(limited(daily(2)), replicas=2)
+    made = operate(limited(daily(2)), replicas=2)
     for place in (0, 1, 0, 1):
         ask(made.services[place])
 
-    (row,) = made.report()["budgets"]
+    (row,) = list_budgets(made)
 
     assert pick(row, "left", "used", "refused", "requests") == [0, 2, 2, 4]
 
@@ -147,24 +102,24 @@ def test_replicas_tell_one_row() -> None:
 def test_a_refused_request_and_a_settlement_do_not_count_as_used() -> None:
     """A loop gives back what it took; what a response has not used comes back."""
     loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "action": "reject"}
-    made = Operated(limited(daily(), loop_detection=loop))
+    made = operate(limited(daily(), loop_detection=loop))
     for _ in range(5):
         ask(made.service)
-    (row,) = made.report()["budgets"]
+    (row,) = list_budgets(made)
     (kept,) = made.service.reporter.budgets.copy()
     settlement = kept.take.settle(500_000, kept.start)
 
     made.service.reporter.budgets.settle(settlement)
 
     assert row["used"] == 1
-    assert made.report()["budgets"][0]["used"] == 0.5
+    assert list_budgets(made)[0]["used"] == 0.5
 
 
 def test_a_bucket_fills_while_nobody_looks() -> None:
     """What is left is that of now, not that of the last request."""
-    made = Operated(limited(bucket(per_second=1, burst=3)))
+    made = operate(limited(bucket(per_second=1, burst=3)))
     ask(made.service)
-    (row,) = made.view().document.rows
+    (row,) = made.service.reporter.budgets.make_document(shows_callers=False).rows
 
     assert row.find_left(row.told) == 2 * row.units
     assert row.find_left(row.told + 0.5) == 2.5 * row.units
@@ -175,11 +130,11 @@ def test_a_bucket_fills_while_nobody_looks() -> None:
 def test_an_open_breaker_says_how_to_close_it() -> None:
     """It is the first row, and a release is its command."""
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 2}
-    made = Operated(limited(daily(), circuit_breaker=breaker))
+    made = operate(limited(daily(), circuit_breaker=breaker))
     for _ in range(3):
         ask(made.service)
 
-    first, second = made.report()["budgets"]
+    first, second = list_budgets(made)
 
     assert pick(first, "rule", "open", "reset_seconds", "refused") == ["circuit_breaker", True, None, 2]
     assert first["commands"] == {"free": f"loopguard release --caller {first['caller']} --policy p"}
@@ -188,7 +143,7 @@ def test_an_open_breaker_says_how_to_close_it() -> None:
 
 def test_the_table_is_bounded() -> None:
     """Whatever clients send: by rows, and by rows of one caller."""
-    made = Operated(limited(*[daily(name=f"r{number}") for number in range(MAX_TENANT_ROWS + 5)]))
+    made = operate(limited(*[daily(name=f"r{number}") for number in range(MAX_TENANT_ROWS + 5)]))
     ask(made.service)
     assert len(made.service.reporter.budgets.copy()) == MAX_TENANT_ROWS
     for number in range(12):
@@ -202,7 +157,7 @@ def test_the_table_is_bounded() -> None:
 
 def test_events_are_sent_once_a_minute() -> None:
     """A stage and a refusal, each with the command that helps; the same again only after a minute."""
-    made = Operated(limited(daily(4), identity="a"))
+    made = operate(limited(daily(4), identity="a"))
     sent: list[tuple[str, str, Mapping[str, object]]] = []
     events = BudgetEvents(lambda *event: sent.append(event), lambda: False)
     now = time.time()
@@ -228,7 +183,7 @@ def test_events_are_sent_once_a_minute() -> None:
 def test_a_breaker_that_opens_is_an_event_once() -> None:
     """However many requests it refuses after that."""
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 3}
-    made = Operated(limited(daily(50), circuit_breaker=breaker))
+    made = operate(limited(daily(50), circuit_breaker=breaker))
     sent: list[tuple[str, str, Mapping[str, object]]] = []
     events = BudgetEvents(lambda *event: sent.append(event), lambda: True)
     for after in range(6):
@@ -246,12 +201,13 @@ def test_a_breaker_that_opens_is_an_event_once() -> None:
 @pytest.mark.parametrize("named", ["hash", "values"])
 def test_a_grant_adds_to_a_budget_once(named: str) -> None:
     """On every replica at once: exactly this many requests more, however often the same grant is sent."""
-    made = Operated(limited(daily(5)), replicas=2)
+    made = operate(limited(daily(5)), replicas=2)
     for place in range(7):
         ask(made.services[place % 2])
     ask(made.service, "other")
-    row = next(row for row in made.report()["budgets"] if row["left"] == 0)
+    row = next(row for row in list_budgets(made) if row["left"] == 0)
     order: dict[str, Any] = {
+        "kind": "grant",
         "caller": row["caller"] if named == "hash" else {"x-api-key": "k"},
         "budget": "daily",
         "amount": 3,
@@ -265,24 +221,23 @@ def test_a_grant_adds_to_a_budget_once(named: str) -> None:
     assert notes == []
     assert again == ["this grant was given before, and is not added again"]
     assert answers == ["", "", "", "budget_exceeded", "budget_exceeded"]
-    assert describe_override(given).items() >= {"kind": "grant", "budget": "daily", "amount": 3}.items()
-    assert read_override(given.name, write_override(given)) == given
+    assert given.items() >= {"kind": "grant", "budget": "daily", "amount": 3}.items()
     assert made.service.overrides is None  # no request has to look for it
-    shown = next(row for row in made.report(given)["budgets"] if row["orders"])
+    shown = next(row for row in list_budgets(made) if row["orders"])
     assert [order["amount"] for order in shown["orders"]] == [3]
     assert "revoke" not in shown["commands"]
-    with pytest.raises(BadOrderError, match="cannot be revoked"):
-        run(made.givers[0].revoke(given.name, "eve"))
+    status, answer = made.revoke(given["override"])
+    assert (status, "cannot be revoked" in answer["error"]) == (400, True)
 
 
 def test_a_grant_fills_a_bucket_and_no_more() -> None:
     """A budget holds no more than the whole; the operator is told."""
-    made = Operated(limited(bucket(0.001, 3)))
+    made = operate(limited(bucket(0.001, 3)))
     for _ in range(2):
         ask(made.service)
-    caller = made.report()["budgets"][0]["caller"]
+    caller = list_budgets(made)[0]["caller"]
 
-    _, notes = made.give(caller=caller, budget="r", amount=3)
+    _, notes = made.give(kind="grant", caller=caller, budget="r", amount=3)
 
     assert len(notes) == 1
     assert "holds no more" in notes[0]
@@ -308,48 +263,37 @@ def test_a_grant_fills_a_bucket_and_no_more() -> None:
 )
 def test_a_grant_that_cannot_be_added_is_refused(order: dict[str, Any], problem: str) -> None:
     """With what would be right, and nothing is added."""
-    made = Operated(limited(daily()), limited(daily(), identity="q"))
+    made = operate(limited(daily()), limited(daily(), identity="q"))
     ask(made.service)
-    caller = made.report()["budgets"][0]["caller"]
+    caller = list_budgets(made)[0]["caller"]
     good = {"kind": "grant", "caller": caller, "policy": "p", "budget": "daily", "amount": 1}
 
-    with pytest.raises(BadOrderError) as error:
-        run(made.givers[0].give({**good, **order}, "eve"))
+    status, answer = made.post({**good, **order})
 
-    assert problem in str(error.value)
-    assert made.givers[0].list_standing() == []
+    assert (status, problem in answer["error"]) == (400, True)
+    assert made.list_orders() == []
 
 
-def test_a_grant_that_the_store_does_not_take_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grant_that_the_store_does_not_take_can_be_given_again() -> None:
     """It leaves nothing behind that would keep the next one from being added."""
-    made = Operated(limited(daily(2)))
+    store = Away()
+    made = operate(limited(daily(2)), store=store)
     for _ in range(3):
         ask(made.service)
-    order = {"caller": made.report()["budgets"][0]["caller"], "budget": "daily", "amount": 1, "key": "x"}
+    order = {"kind": "grant", "caller": list_budgets(made)[0]["caller"], "budget": "daily", "amount": 1, "key": "x"}
 
-    def fail(*_: object) -> list[Any]:
-        raise StoreError("away", kind="connection")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(made.givers[0], "_store", Unable(made.store, fail))
-        with pytest.raises(StoreError):
-            made.give(**order)
+    store.away = COUNTS
+    failed = made.post(order)[0]
+    store.away = NOTHING
     made.give(**order)
 
+    assert failed == 503
     assert [refused(ask(made.service)) for _ in range(2)] == ["", "budget_exceeded"]
-
-
-class Unable:
-    """A store that keeps documents and counts nothing."""
-
-    def __init__(self, store: MemoryStore, hit: Any) -> None:  # noqa: ANN401  # any function
-        self.documents = store.documents
-        self.hit = hit
 
 
 def test_the_log_has_the_command(caplog: pytest.LogCaptureFixture) -> None:
     """A refusal's line names the grant, which the command line takes as it is."""
-    made = Operated(limited(daily(2, "per day")))
+    made = operate(limited(daily(2, "per day")))
     for _ in range(3):
         ask(made.service)
 

@@ -4,81 +4,37 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import httpx
 import pytest
 
 from extproc.cli.commands import write_caller
 from extproc.cli.main import main
 from extproc.decision import ToolFailure
 from extproc.ext_proc.service import Service
-from extproc.metrics import Metrics
-from extproc.operator.admin.budget_report import BudgetPages, describe_budget
-from extproc.operator.admin.loop_page import route_page
-from extproc.operator.admin.loop_report import LoopPages
-from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.budget_report import describe_budget
 from extproc.operator.admin.row_states import is_healthy, list_burning
 from extproc.operator.admin.run_report import is_exploding
-from extproc.operator.admin.server import AdminServer
-from extproc.operator.admin.session_report import SessionPages
-from extproc.operator.board import Board
-from extproc.operator.budget_rows import BudgetDocument, BudgetRow
-from extproc.operator.conversation_rows import ConversationDocument
-from extproc.operator.incident_rows import IncidentDocument
-from extproc.operator.loop_rows import LoopDocument
-from extproc.operator.session_rows import SessionDocument
+from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.session_table import SessionTable
-from extproc.sessions.prices import Prices
-from extproc.settings import parse_address
-from extproc.store.memory import MemoryStore
 from extproc.store.rules.budget import BUCKET, PERIOD
 from extproc.store.rules.session import LIMITS, Standing
 from extproc.store.rules.tree import TreeStanding
 from tests.support.budget_policies import ask, bucket, limited
 from tests.support.documents import policy
 from tests.support.messages import body, headers
+from tests.support.operated import Operated
 from tests.support.service import exchange, make_service
 
 TENANT, SESSION = "a" * 16, "5" * 16
 LABELS: list[dict[str, Any]] = [{"key": "header:x-team", "name": "team"}]
 
 
-def route_all(service: Service) -> list[Any]:
-    """The pages about a service."""
-
-    def open_board(name: str, document: Any, table: Any) -> Any:  # noqa: ANN401  # of any table
-        return Board(name, document, table, store, lambda: True)
-
-    store, reporter = MemoryStore(Metrics()), service.reporter
-    session_board = open_board("sessions", SessionDocument, reporter.sessions)
-    loops = LoopPages(
-        open_board("loops", LoopDocument, reporter.loops), Prices(None), lambda: True,
-        open_board("incidents", IncidentDocument, reporter.incidents), session_board,
-        open_board("conversations", ConversationDocument, reporter.conversations),
-    )  # fmt: skip
-    sessions = SessionPages(session_board, lambda: True)
-    budgets = BudgetPages(open_board("budgets", BudgetDocument, reporter.budgets), lambda: True)
-    page = route_page(loops, sessions, budgets)
-    return [page, *loops.list_routes(), *sessions.list_routes(), *budgets.list_routes()]
-
-
-def read_page(service: Service, query: str = "") -> str:
-    """The text of the page."""
-    with serving(service) as url:
-        return re.sub(r"\s+", " ", httpx.get(f"{url}/{query}").text)
-
-
-@contextmanager
-def serving(service: Service) -> Iterator[str]:
-    """The URL of the pages."""
-    server = AdminServer(make_app(Metrics(), route_all(service)))
-    try:
-        yield f"http://{server.start(parse_address('127.0.0.1:0'))}"
-    finally:
-        server.stop()
+def open_port(service: Service) -> AbstractContextManager[str]:
+    """The address of its admin port."""
+    return Operated(services=[service]).listen()
 
 
 def note_agents(table: SessionTable, agents: Sequence[tuple[str, str]], *, mode: str = "enforce") -> None:
@@ -109,7 +65,7 @@ def make_night() -> Service:
 
 def test_headline_of_the_page_has_everything_that_burns() -> None:
     """Each has a section above the loops, in that order; what is healthy is folded."""
-    text = read_page(make_night())
+    text = Operated(services=[make_night()]).read()
 
     assert "<h1>1 active loop, 1 failing tool, 1 explosion of agents, 1 used-up budget</h1>" in text
     assert "<title>4 active" in text
@@ -129,18 +85,18 @@ def test_headline_names_no_loops_only_if_nothing_burns() -> None:
     """Budgets alone are a headline."""
     service = make_service(limited(bucket(0.001, 2, keys=["header:x-user-id"])), show_callers=True)
     ask(service, x_user_id="walker")
-    calm = read_page(service)
+    calm = Operated(services=[service]).read()
     for _ in range(3):
         ask(service, x_user_id="runner")
 
     assert "<h1>No active loops</h1>" in calm
-    assert "<h1>1 used-up budget</h1>" in read_page(service)
+    assert "<h1>1 used-up budget</h1>" in Operated(services=[service]).read()
 
 
 def test_top_has_everything_that_burns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first line, and in rows and lines below; the commands as well."""
     monkeypatch.setenv("COLUMNS", "200")
-    with serving(make_night()) as url:
+    with open_port(make_night()) as url:
         assert main(["top", "--once", "--commands", "--admin", url]) == 0
     printed = capsys.readouterr().out
 
@@ -152,14 +108,14 @@ def test_top_has_everything_that_burns(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_top_never_says_no_loop_alone_while_budgets_burn(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first line is what is read at night."""
+    """The line below that of coverage is what is read at night."""
     service = make_service(limited(bucket(0.001, 2, keys=["header:x-user-id"])))
     for _ in range(3):
         ask(service, x_user_id="runner")
-    with serving(service) as url:
+    with open_port(service) as url:
         assert main(["top", "--once", "--admin", url]) == 0
 
-    assert capsys.readouterr().out.startswith("no loop in the last hour, 1 used-up budget; 1 replica\n")
+    assert capsys.readouterr().out.splitlines()[1] == "no loop in the last hour, 1 used-up budget; 1 replica"
 
 
 @pytest.mark.parametrize(

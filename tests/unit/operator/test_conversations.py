@@ -13,32 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
-from starlette.testclient import TestClient
 
 from extproc.cli.main import make_parser
 from extproc.engine.orders import ALLOW, BLOCK, KILL, RELEASE, ActiveOverride, Target, hash_descriptor
 from extproc.ext_proc.service import Service
-from extproc.metrics import Metrics
-from extproc.operator.admin.loop_report import LoopPages
-from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.row_commands import suggest_for_loop, suggest_for_session
-from extproc.operator.board import Board, unpack_all
+from extproc.operator.board import unpack_all
 from extproc.operator.conversation_rows import MAX_LOOPS, ConversationDocument, ConversationRow
-from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
-from extproc.operator.loop_rows import LoopDocument
-from extproc.operator.session_rows import SessionDocument
+from extproc.operator.incident_rows import WINDOW_SECONDS
 from extproc.operator.standing_orders import OrderIndex, ShownRow, concerns
-from extproc.sessions.prices import Prices
-from extproc.store.memory import MemoryStore
+from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
+from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.orders import apply_orders, order
+from tests.support.operated import Operated
+from tests.support.orders import USER, apply_orders, order
 from tests.support.service import decoded, exchange, make_service
 from tests.support.turn_writers import Did, as_chat
 
-ANY = {"pathPrefix": "/"}
-CHAT = "/v1/chat/completions"
-USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, "session": {}, **USER}
 
 
@@ -55,28 +47,11 @@ def send(service: Service, content: bytes, user: str = "ann", session: str = "")
     return bool(decoded(answers[-1]).WhichOneof("response") != "immediate_response")
 
 
-class Replicas:
-    """Some services, each with tables of its own, and one report about all of them."""
-
-    def __init__(self, *services: Service, orders: Sequence[ActiveOverride] = (), price: float | None = None) -> None:
-        documents = [ConversationDocument, LoopDocument, IncidentDocument, SessionDocument]
-        store = MemoryStore(Metrics())
-        boards: list[Board[Any]] = []
-        for document in documents:
-            name = document.__name__.removesuffix("Document").lower() + "s"
-            tables = [getattr(service.reporter, name) for service in services]
-            boards.append(Board(name, document, tables[0], store, lambda: True))
-            others = {str(n): table.make_document(shows_callers=True).pack() for n, table in enumerate(tables[1:])}
-            boards[-1]._collected = unpack_all(others, document)
-        conversations, loops, incidents, sessions = boards
-        pages = LoopPages(loops, Prices(price), lambda: True, incidents, sessions, conversations)
-        pages.list_orders, pages.may_see_callers = lambda: orders, lambda _: True
-        self._client = TestClient(make_app(Metrics(), pages.list_routes()))
-
-    def ask(self, **query: str) -> dict[str, Any]:
-        """The JSON by conversation."""
-        answer: dict[str, Any] = self._client.get("/loops", params=query).json()
-        return answer
+def look(*services: Service, orders: Sequence[ActiveOverride] = (), price: float | None = None, **query: Any) -> dict[str, Any]:  # noqa: ANN401  # of a URL
+    """What `/loops` says about replicas, which show callers."""
+    for service in services:
+        service.reporter.show_callers = True
+    return Operated(services=services, orders=orders, price=price).ask("/loops", **query)
 
 
 def make_watched(*more: Mapping[str, Any]) -> Service:
@@ -95,7 +70,7 @@ def test_one_looper_is_one_row_whichever_policies_see_it() -> None:
     forwarded = [send(service, content) for content in sent]
     acted = [place for place in range(len(sent)) if place > 1]
 
-    report = Replicas(service, price=1_000_000.0).ask()
+    report = look(service, price=1_000_000.0)
 
     (row,) = report["conversations"]
     assert forwarded == [True] * 5 + [False] * 2
@@ -118,7 +93,7 @@ def test_conversations_of_a_caller_are_told_apart_without_a_name() -> None:
             send(service, write_agent(times, task), user)
     send(service, write_agent(3, "c"), session="one")
 
-    rows = Replicas(service).ask()["conversations"]
+    rows = look(service)["conversations"]
 
     assert sorted((row["requests"], row["session"] is None) for row in rows) == [(1, False), (2, True), (2, True), (2, True)]
 
@@ -130,7 +105,7 @@ def test_what_shows_no_conversation_is_told_apart_by_fingerprint() -> None:
         for _ in range(4):
             exchange(service, headers(path, x_user_id="ann", end=True))
 
-    rows = Replicas(service).ask()["conversations"]
+    rows = look(service)["conversations"]
 
     assert sorted((row["path"], row["requests"], len(row["loops"])) for row in rows) == [("/a", 2, 1), ("/b", 2, 1)]
 
@@ -142,7 +117,7 @@ def test_a_request_that_is_decided_in_two_parts_counts_once() -> None:
     for _ in range(3):
         exchange(service, headers("/", x_user_id="ann"), body(b"{}"))
 
-    (row,) = Replicas(service).ask()["conversations"]
+    (row,) = look(service)["conversations"]
 
     assert (row["requests"], row["action"], row["shadow"]) == (2, "warn", "reject")
     assert [loop["policy"] for loop in row["loops"]] == ["canary", "head"]
@@ -166,7 +141,7 @@ def test_sums_are_those_of_distinct_requests(acts: list[tuple[str, int, str, int
         if sum(loop.total for loop in service.reporter.loops.copy()) > before:
             acted, forwarded, size = acted + 1, forwarded + passes, size + passes * len(content)
 
-    report = Replicas(*services).ask()
+    report = look(*services)
 
     rows = report["conversations"]
     assert len({(row["caller"], row["conversation"]) for row in rows}) == len(rows)
@@ -232,13 +207,12 @@ def test_what_costs_most_now_comes_first() -> None:
     was = next(row for row in table.copy() if row.size > 10_000)
     was.last, was.paced = was.last - 900, was.paced - 900
 
-    replicas = Replicas(service, price=1.0)
-
     for sort, expected in (("now", [4, 8]), ("", [4, 8]), ("cost", [8, 4]), ("first", [8, 4]), ("last", [4, 8])):
-        found = replicas.ask(**({"sort": sort} if sort else {}))["conversations"]
+        query: dict[str, Any] = {"sort": sort} if sort else {}
+        found = look(service, **query)["conversations"]
         assert [row["requests"] for row in found] == expected, sort
-    assert [row["looping"] for row in replicas.ask()["conversations"]] == [True, False]
-    assert [row["input_tokens_per_minute"] for row in replicas.ask()["conversations"]] == [
+    assert [row["looping"] for row in look(service)["conversations"]] == [True, False]
+    assert [row["input_tokens_per_minute"] for row in look(service)["conversations"]] == [
         pytest.approx(400, rel=0.3),
         0,
     ]  # it decays while the test waits
@@ -250,16 +224,16 @@ def test_a_query_selects_whole_conversations() -> None:
     for times in (3, 4):
         send(service, write_agent(times))
     send(service, write_agent(3), "bob")
-    replicas = Replicas(service)
 
-    for query, callers in (
+    queries: list[tuple[dict[str, Any], int]] = [
         ({"policy": "canary"}, 2), ({"tool": "search"}, 2), ({"caller": "x-user-id=bob"}, 1), ({"policy": "storm"}, 0),
         ({"tool": "other"}, 0), ({"limit": "1"}, 1),
-    ):  # fmt: skip
-        assert len(replicas.ask(**query)["conversations"]) == callers, query
-    (bob,) = replicas.ask(caller="x-user-id=bob")["conversations"]
+    ]  # fmt: skip
+    for query, callers in queries:
+        assert len(look(service, **query)["conversations"]) == callers, query
+    (bob,) = look(service, caller="x-user-id=bob")["conversations"]
     assert [loop["policy"] for loop in bob["loops"]] == ["canary", "agents"]
-    assert replicas.ask(sort="age")["error"] == "sort must be one of now, cost, spared, requests, count, last, first"
+    assert look(service, sort="age")["error"] == "sort must be one of now, cost, spared, requests, count, last, first"
 
 
 @pytest.mark.parametrize(("threshold", "would"), [(3, ["strict"]), (8, [])])
@@ -270,7 +244,7 @@ def test_row_names_canaries_that_would_refuse_it(threshold: int, would: list[str
     for times in range(1, 5):
         send(service, write_agent(times))
 
-    (row,) = Replicas(service).ask()["conversations"]
+    (row,) = look(service)["conversations"]
 
     assert row["would_be_refused_by"] == would
     assert (row["tools"], row["count"]) == (["search"], 4)
@@ -284,11 +258,11 @@ def test_an_order_is_shown_at_what_it_is_about() -> None:
     service = make_service(policy("agents", ANY, **TURNS))
     for times in (3, 4, 5):
         send(service, write_agent(times))
-    allow = order(ALLOW)._replace(who="eve@host", reason="known")
+    allow = order(ALLOW, who="eve@host", reason="known")
     apply_orders(service, allow)
     assert send(service, write_agent(6))
 
-    (row,) = Replicas(service, orders=[allow, order(ALLOW, Target(caller="b" * 16))]).ask()["conversations"]
+    (row,) = look(service, orders=[allow, order(ALLOW, Target(caller="b" * 16))])["conversations"]
 
     assert [(each["kind"], each["who"], each["reason"]) for each in row["orders"]] == [("allow", "eve@host", "known")]
     assert (row["action"], row["requests"], row["requests_sent_on"]) == ("allow", 4, 3)
@@ -313,7 +287,7 @@ def test_an_allowed_conversation_that_never_looped_is_no_row() -> None:
     apply_orders(service, order(ALLOW))
 
     assert send(service, write_agent(9))
-    assert Replicas(service).ask()["conversations"] == []
+    assert look(service)["conversations"] == []
 
 
 def test_the_commands_are_ones_that_the_command_line_takes() -> None:
@@ -324,7 +298,7 @@ def test_the_commands_are_ones_that_the_command_line_takes() -> None:
         exchange(service, headers("/poll", x_user_id="bob", end=True))
     send(service, write_agent(3, "b"), "cid")
 
-    commands = {row["descriptors"]["x-user-id"]: row["commands"] for row in Replicas(service).ask()["conversations"]}
+    commands = {row["descriptors"]["x-user-id"]: row["commands"] for row in look(service)["conversations"]}
 
     shapes = {user: [_shape(command) for command in own.values()] for user, own in commands.items()}
     assert shapes == {
@@ -419,7 +393,7 @@ def test_an_incident_is_one_row_with_its_loops_in_it() -> None:
     forwarded = [*fail(service, "abc", "12"), *fail(service, "ab", "1", 6)]
     send(service, write_agent(3), "dora")
 
-    report = Replicas(service).ask()
+    report = look(service)
 
     (incident,) = report["incidents"]
     assert forwarded == [False] * 4 + [True] * 4
@@ -433,7 +407,7 @@ def test_an_incident_is_one_row_with_its_loops_in_it() -> None:
         "loopguard block --tool search --for 30m",
         "loopguard allow --tool search --for 2h",
     ]
-    assert Replicas(service).ask(caller="x-user-id=dora")["incidents"] == []
+    assert look(service, caller="x-user-id=dora")["incidents"] == []
     assert "database" not in json.dumps(report)
 
 
@@ -445,7 +419,7 @@ def test_the_sessions_of_an_incident_do_not_fill_the_table() -> None:
         fail(service, "x", f"{chr(1_000 + number)}")
 
     assert len(service.reporter.conversations.copy()) == 5
-    assert Replicas(service).ask()["incidents"][0]["requests"] == 206
+    assert look(service)["incidents"][0]["requests"] == 206
 
 
 def test_a_loop_that_goes_on_when_the_incident_is_over_is_a_row_again() -> None:
@@ -463,6 +437,6 @@ def test_a_loop_that_goes_on_when_the_incident_is_over_is_a_row_again() -> None:
 
     assert fail(service, "a", "1", 7) == [False]
 
-    report = Replicas(service).ask()
+    report = look(service)
     assert [row["requests"] for row in report["conversations"]] == [2]
     assert report["incidents"][0]["requests"] == 5

@@ -42,13 +42,13 @@ class Fleet:
     def __init__(self, **loop: Any) -> None:  # noqa: ANN401  # keys of loop_detection
         self.table = IncidentTable()
         self.now = 1_000_000.0
-        self._engine = make_engine(policy("p", ANY, **{**TURNS, **loop}))
+        self.engine = make_engine(policy("p", ANY, **{**TURNS, **loop}))
         self._store = MemoryStore(Metrics())
 
     def send(self, caller: str, task: str, **loop: Any) -> Decision:  # noqa: ANN401  # as of `write_loop`
         """What is made of one request."""
         self.now += 1
-        evaluation = looked_into(self._engine, write_loop(task=task, **loop), post(x_user=caller))
+        evaluation = looked_into(self.engine, write_loop(task=task, **loop), post(x_user=caller))
         counts = [self._store.hit(group.list_hits()) for group in evaluation.groups]
         return self.table.weigh(evaluation, evaluation.decide(*counts), self.now)
 
@@ -194,7 +194,7 @@ def test_a_shadow_policy_has_incidents_that_change_nothing() -> None:
     """What it would have done is known, and the enforcing policy's verdict is its own."""
     live = policy("live", ANY, **{**TURNS, "incidents": False})
     fleet = Fleet()
-    fleet._engine = make_engine(live, policy("p", ANY, mode="shadow", **TURNS))
+    fleet.engine = make_engine(live, policy("p", ANY, mode="shadow", **TURNS))
 
     decisions = [fleet.send(caller, task) for task in "123" for caller in "ab"]
 

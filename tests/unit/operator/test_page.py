@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import http.client
 import json
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,27 +19,9 @@ from msgspec.structs import replace
 from extproc.decision import ToolFailure
 from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Target
 from extproc.ext_proc.service import Service
-from extproc.metrics import Metrics
-from extproc.operator.admin.budget_report import BudgetPages
-from extproc.operator.admin.canary_page import CanaryPages
-from extproc.operator.admin.coverage_report import CoveragePages, ServerState
-from extproc.operator.admin.loop_page import draw_charts, route_page
-from extproc.operator.admin.loop_report import LoopPages
-from extproc.operator.admin.pages import make_app
-from extproc.operator.admin.server import AdminServer
-from extproc.operator.admin.session_report import SessionPages
-from extproc.operator.board import Board
-from extproc.operator.budget_rows import BudgetDocument
-from extproc.operator.canary.sharing import Sharing
-from extproc.operator.conversation_rows import ConversationDocument
-from extproc.operator.coverage_rows import CoverageDocument
-from extproc.operator.incident_rows import IncidentDocument
-from extproc.operator.loop_rows import MINUTES, Line, LoopDocument
-from extproc.operator.session_rows import SessionDocument
+from extproc.operator.admin.loop_page import draw_charts
+from extproc.operator.loop_rows import MINUTES, Line
 from extproc.operator.session_table import RunName
-from extproc.sessions.prices import Prices
-from extproc.settings import parse_address
-from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.browser import BROWSER, Browser, browsing
 from tests.support.budget_policies import ask, bucket, limited
@@ -49,6 +29,8 @@ from tests.support.budget_policies import serve as serve_budgets
 from tests.support.documents import policy
 from tests.support.harness import PATIENCE, eventually
 from tests.support.messages import body, headers
+from tests.support.operated import Operated
+from tests.support.orders import USER
 from tests.support.pages import Outline
 from tests.support.service import exchange, make_service, repeat
 
@@ -60,7 +42,6 @@ NAMED = "(each => (each.closest('[data-key]')?.dataset.key ?? '') + ' ' + each.t
 ACTIVE = "document.activeElement"
 
 SCRIPT = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}]}
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 CONVERSATION = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
@@ -70,7 +51,7 @@ def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  
     """A session that has met a limit."""
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
     standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
-    run = RunName("a" * 16, "agents", "enforce", "5" * 16)._replace(**changes)
+    run = RunName(**{"tenant": "a" * 16, "policy": "agents", "mode": "enforce", "session": "5" * 16, **changes})
     service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, (name,), b"", time.time(), agent="1" * 16)
 
 
@@ -102,37 +83,8 @@ def _draw_hour(curves: dict[tuple[str, str, str], Line]) -> None:
 @contextmanager
 def serving(service: Service, orders: Sequence[ActiveOverride] = ()) -> Iterator[str]:
     """The URL of the pages about this service, with these orders in force."""
-
-    def shows() -> bool:
-        return service.reporter.show_callers
-
-    def open_board(name: str, document: Any, table: Any) -> Any:  # noqa: ANN401  # of any table
-        return Board(name, document, table, store, shows)
-
-    store, reporter = MemoryStore(Metrics()), service.reporter
-    loops, incidents = open_board("loops", LoopDocument, reporter.loops), open_board("i", IncidentDocument, reporter.incidents)
-    conversations = open_board("conversations", ConversationDocument, reporter.conversations)
-    pages = LoopPages(loops, Prices(None), shows, incidents, conversations=conversations)
-    sessions = SessionPages(open_board("sessions", SessionDocument, reporter.sessions), shows)
-    state = ServerState("memory", "ok", False, True, 2, ["policies/a.json: /policies/0: unknown key 'thresold'"], 0)  # a record
-    coverage = CoveragePages(open_board("coverage", CoverageDocument, reporter.coverage), lambda: state, dict)
-    pages.list_orders = sessions.list_orders = lambda: orders
-    pages.summarize = coverage.summarize
-    budgets = BudgetPages(open_board("budgets", BudgetDocument, reporter.budgets), shows)
-    budgets.has_budgets = lambda: any(plan.budget is not None for plan in service.engine.plans)
-    routes = [route_page(pages, sessions, budgets), *pages.list_routes(), *sessions.list_routes(), *coverage.list_routes()]
-    loop = asyncio.new_event_loop()
-    thread = Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    canaries = CanaryPages(Sharing(service.pairs, store, "a"), lambda: loop)
-    server = AdminServer(make_app(Metrics(), [*routes, *canaries.list_routes()]))
-    try:
-        yield f"http://{server.start(parse_address('127.0.0.1:0'))}/"
-    finally:
-        server.stop()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    with Operated(services=[service], orders=orders).listen() as address:
+        yield f"http://{address}/"
 
 
 def fetch(url: str, **headers: str) -> tuple[dict[str, str], str]:

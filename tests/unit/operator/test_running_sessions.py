@@ -7,21 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from extproc.cli.commands.sessions import write_report
-from extproc.metrics import Metrics
-from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.run_report import explain_end
-from extproc.operator.admin.session_report import SessionPages, describe_session, report_sessions
+from extproc.operator.admin.session_report import describe_session, report_sessions
 from extproc.operator.agents import MAX_SHOWN
-from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.board import View, unpack_all
 from extproc.operator.session_rows import SessionDocument, SessionRow, merge_sessions
 from extproc.operator.session_table import SessionTable
-from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import LIMITS, Standing
 from extproc.store.rules.tree import TreeStanding
+from tests.support.operated import operate
 from tests.support.service import make_service
 from tests.support.session_limits import ask, limited, turns
 
@@ -154,12 +151,8 @@ def test_running_explosion_is_not_headed_refused() -> None:
     for agent in ("one", "two"):
         note(table, now, agent)
     note(table, now, "three", "max_agents")
-    board = Board("sessions", SessionDocument, table, MemoryStore(Metrics()), lambda: True)
-    pages = SessionPages(board, lambda: True)
-
-    with TestClient(make_app(Metrics(), pages.list_routes())) as client:
-        page = client.get(f"/sessions/{SESSION}", headers={"accept": "text/html"}).text
-        listed = client.get("/sessions").json()
+    made = operate(table, shows=True)
+    page, listed = made.read(f"/sessions/{SESSION}"), made.ask("/sessions")
 
     assert f"<h1>Session <code>{SESSION}</code>: 2 active agents</h1>" in page
     assert "goes on, although refused: max_agents, 9 of 8" in write_report(listed)[0]

@@ -7,8 +7,8 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -19,20 +19,18 @@ from extproc.engine.orders import GRANT, ActiveOverride, Grant, Target
 from extproc.errors import LoopguardError
 from extproc.metrics import Metrics
 from extproc.operator.admin.client import AdminClient
-from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.run_report import describe_steps, explain_end, order_timeline
-from extproc.operator.admin.server import AdminServer
-from extproc.operator.admin.session_report import SessionPages, describe_session, report_sessions
+from extproc.operator.admin.session_report import describe_session, report_sessions
 from extproc.operator.board import Board, View, unpack_all
 from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
 from extproc.operator.session_table import Run, RunName, SessionTable
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.rates import Usage
-from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import MAX_DOCUMENT
 from extproc.store.rules.session import LIMITS, Standing
+from tests.support.operated import operate
 from tests.support.pages import Outline
 
 TENANT, OTHER = "a" * 16, "b" * 16
@@ -387,18 +385,11 @@ def test_the_report_adds_up_and_can_be_narrowed_down() -> None:
     assert (len(report(*rows, limit=1)["sessions"]), report(*rows, limit=1)["total"]["sessions"]) == (1, 3)
 
 
-@contextmanager
-def admin_of(table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()) -> Iterator[AdminClient]:
+def admin_of(
+    table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()
+) -> AbstractContextManager[AdminClient]:
     """A client of an admin port that shows these sessions, with these orders in force."""
-    pages = SessionPages(Board("sessions", SessionDocument, table, MemoryStore(Metrics()), lambda: shows), lambda: shows)
-    pages.list_orders = lambda: orders
-    server = AdminServer(make_app(Metrics(), pages.list_routes()))
-    client = AdminClient(server.start(parse_address("127.0.0.1:0")))
-    try:
-        yield client
-    finally:
-        client.close()
-        server.stop()
+    return operate(table, shows=shows, orders=orders).connect()
 
 
 def make_table(session: str = SESSION) -> SessionTable:

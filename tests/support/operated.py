@@ -1,0 +1,282 @@
+"""Replicas on one store, and the admin port of each: what operators see there, and what they order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from threading import Thread
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from extproc.engine.orders import ActiveOverride
+from extproc.errors import StoreError
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.admin.budget_report import BudgetPages
+from extproc.operator.admin.canary_page import CanaryPages
+from extproc.operator.admin.client import AdminClient
+from extproc.operator.admin.coverage_report import CoveragePages, ServerState
+from extproc.operator.admin.credentials import Credentials
+from extproc.operator.admin.loop_page import route_page
+from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.overrides import route_overrides
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.board import Board
+from extproc.operator.budget_rows import BudgetDocument, BudgetRow
+from extproc.operator.canary.sharing import Sharing
+from extproc.operator.conversation_rows import ConversationDocument
+from extproc.operator.coverage_rows import CoverageDocument
+from extproc.operator.incident_rows import IncidentDocument
+from extproc.operator.loop_rows import LoopDocument
+from extproc.operator.overrides import OverrideService
+from extproc.operator.session_rows import SessionDocument
+from extproc.operator.session_table import SessionTable
+from extproc.server import _find_seen
+from extproc.sessions.prices import Prices
+from extproc.settings import parse_address
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import BOARDS, ORDERS, make_replica_name
+from tests.support.budget_policies import CHAT
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service
+from tests.support.session_limits import status
+
+T = TypeVar("T")
+
+DOCUMENTS: dict[str, type[Any]] = {
+    "loops": LoopDocument,
+    "conversations": ConversationDocument,
+    "sessions": SessionDocument,
+    "incidents": IncidentDocument,
+    "coverage": CoverageDocument,
+    "budgets": BudgetDocument,
+}
+STATE = ServerState("memory", "ok", False, True, 2, ["policies/a.json: /policies/0: unknown key 'thresold'"], 0)  # a record
+
+
+@cache
+def _start_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of what a server's event loop is asked for, from another thread."""
+    return asyncio.run_coroutine_threadsafe(work, _start_loop()).result(60)
+
+
+NOTHING, COUNTS, ALL = range(3)
+
+
+class Away:
+    """A store of which nothing, the counts or all is away, as a test says."""
+
+    def __init__(self) -> None:
+        self.away = NOTHING
+        self._memory = MemoryStore(Metrics())
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401, D105  # of a store
+        if self.away == ALL or (self.away == COUNTS and name == "hit"):
+            raise StoreError("away", kind="connection")
+        return getattr(self._memory, name)
+
+
+def send(service: Service, times: int = 1, data: bytes = b"{}", path: str = CHAT, **named: Any) -> list[int]:  # noqa: ANN401  # of `headers`
+    """What becomes of equal requests, of Ann unless headers are given: the status of each refusal, or 200."""
+    sent = headers(path, **(named or {"x_user_id": "ann"}))
+    return [status(decoded(exchange(service, sent, body(data))[-1])) for _ in range(times)]
+
+
+class Operated:
+    """Some replicas.
+
+    Attributes:
+        services: one for each replica, which requests are sent to.
+        orders: what the pages show as in force, instead of the orders that were given.
+        says_coverage: reports begin with the share of requests that is guarded.
+    """
+
+    def __init__(
+        self,
+        *policies: dict[str, Any],
+        replicas: int = 1,
+        services: Sequence[Service] = (),
+        store: Any = None,  # noqa: ANN401  # any store
+        orders: Sequence[ActiveOverride] | None = None,
+        price: float | None = None,
+        **settings: Any,  # noqa: ANN401  # of the process
+    ) -> None:
+        self.store = store or MemoryStore(Metrics())
+        self.services = list(services) or [make_service(*policies, store=self.store, **settings) for _ in range(replicas)]
+        self.givers = [OverrideService(self.store, service, service.metrics) for service in self.services]
+        for place, giver in enumerate(self.givers):
+            giver.list_seen = partial(self._find_seen, place)
+            giver.list_budgets = partial(self._list_budgets, place)
+        self.orders = orders
+        self.says_coverage = True
+        self._names = [make_replica_name() for _ in self.services]
+        self._price = price
+
+    @property
+    def service(self) -> Service:
+        """The first replica."""
+        return self.services[0]
+
+    def ask(self, path: str, replica: int = 0, *, host: str = "localhost", **query: Any) -> dict[str, Any]:  # noqa: ANN401  # of a URL
+        """What a page of a replica says to a program; another host is that of a page from elsewhere, in a local browser."""
+        found: dict[str, Any] = self._open(replica).get(path, params=query, headers={"host": host}).json()
+        return found
+
+    def read(self, path: str = "/", replica: int = 0, **query: str) -> str:
+        """What a page says to a browser, with single spaces."""
+        return re.sub(r"\s+", " ", self._open(replica).get(path, params=query, headers={"accept": "text/html"}).text)
+
+    def give(self, replica: int = 0, *, who: str = "eve", **order: Any) -> tuple[dict[str, Any], list[str]]:  # noqa: ANN401  # as JSON
+        """Give an order; returns it as the server describes it, and the notes about it."""
+        status, given = self.post(order, replica, who=who)
+        assert status == 201, given
+        return given, given.pop("notes")
+
+    def post(self, order: object, replica: int = 0, *, who: str = "eve") -> tuple[int, dict[str, Any]]:
+        """Send an order that may be refused; returns the status, and the answer."""
+        sent = {"x-loopguard-operator": who, "content-type": "application/json"}
+        answer = self._open(replica).post("/overrides", content=json.dumps(order), headers=sent)
+        return answer.status_code, answer.json()
+
+    def revoke(self, name: str, replica: int = 0, *, who: str = "adam") -> tuple[int, dict[str, Any]]:
+        """Revoke an order; returns the status, and the answer."""
+        answer = self._open(replica).delete(f"/overrides/{name}", headers={"x-loopguard-operator": who})
+        return answer.status_code, answer.json()
+
+    def list_orders(self, replica: int = 0) -> list[dict[str, Any]]:
+        """The orders in force, as a replica knows them."""
+        listed: list[dict[str, Any]] = self.ask("/overrides", replica)["overrides"]
+        return listed
+
+    def refresh(self) -> None:
+        """Every replica asks the store for orders once."""
+        for giver in self.givers:
+            run(giver.refresh())
+
+    def put_order(self, name: str, document: bytes) -> None:
+        """Have an order in the store, as another version might write it."""
+        run(self.store.documents.put(ORDERS, "overrides", name, document, 60))
+        self.refresh()
+
+    def read_orders(self) -> bytes:
+        """All that the store has of orders."""
+        found = run(self.store.documents.read(ORDERS, "overrides"))
+        return b"".join(found.documents.values()) if found is not None else b""
+
+    def read_board(self, name: str) -> bytes:
+        """What the replicas have published about a table."""
+        found = run(self.store.documents.read(BOARDS, name))
+        return b"".join(found.documents.values()) if found is not None else b""
+
+    @contextmanager
+    def listen(self, replica: int = 0) -> Iterator[str]:
+        """The address of the admin port."""
+        server = AdminServer(self._make_app(replica))
+        try:
+            yield server.start(parse_address("127.0.0.1:0"))
+        finally:
+            server.stop()
+
+    @contextmanager
+    def connect(self) -> Iterator[AdminClient]:
+        """A client of the admin port, as commands have it."""
+        with self.listen() as address:
+            client = AdminClient(address)
+            try:
+                yield client
+            finally:
+                client.close()
+
+    def _open(self, replica: int) -> TestClient:
+        """The replica's own Unix socket, which needs no token."""
+        app = self._make_app(replica)
+
+        async def at_socket(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401  # of ASGI
+            await app({**scope, "client": ("127.0.0.1", 9), "server": ("/run/admin.sock", None)}, receive, send)
+
+        return TestClient(at_socket, "http://localhost")
+
+    def _open_boards(self, replica: int) -> dict[str, Board[Any]]:
+        """The tables as a replica knows them, which has read what the others have published."""
+
+        def open_all(place: int) -> dict[str, Board[Any]]:
+            reporter = self.services[place].reporter
+            return {
+                name: Board(name, kind, getattr(reporter, name), self.store, lambda: reporter.show_callers, self._names[place])
+                for name, kind in DOCUMENTS.items()
+            }
+
+        async def begin(board: Board[Any]) -> None:
+            sharing = asyncio.create_task(board.share())
+            await asyncio.sleep(0)
+            sharing.cancel()
+            with suppress(asyncio.CancelledError):
+                await sharing
+
+        own = open_all(replica)
+        if len(self.services) > 1:
+            for place in range(len(self.services)):
+                for board in open_all(place).values() if place != replica else ():
+                    run(board.publish())
+            for board in own.values():
+                run(begin(board))
+        return own
+
+    def _find_seen(self, replica: int) -> Any:  # noqa: ANN401  # of orders
+        boards = self._open_boards(replica)
+        return _find_seen(boards["loops"].view(), boards["sessions"].view(), boards["budgets"].view())
+
+    def _list_budgets(self, replica: int) -> list[BudgetRow]:
+        found: BudgetDocument = self._open_boards(replica)["budgets"].view().document
+        return found.rows
+
+    def _make_app(self, replica: int) -> Starlette:
+        """All pages, as a server has them."""
+        service, boards, giver = self.services[replica], self._open_boards(replica), self.givers[replica]
+
+        def shows() -> bool:
+            return service.reporter.show_callers
+
+        loops = LoopPages(
+            boards["loops"], Prices(self._price), shows, boards["incidents"], boards["sessions"], boards["conversations"]
+        )
+        sessions, budgets = SessionPages(boards["sessions"], shows), BudgetPages(boards["budgets"], shows)
+        budgets.has_budgets = lambda: any(plan.budget is not None for plan in service.engine.plans)
+        coverage = CoveragePages(boards["coverage"], lambda: STATE, dict)
+        standing = giver.list_standing if self.orders is None else lambda: self.orders or ()
+        loops.list_orders = sessions.list_orders = budgets.list_orders = standing
+        if self.says_coverage:
+            loops.summarize = sessions.summarize = coverage.summarize
+        canaries = CanaryPages(Sharing(service.pairs, self.store, self._names[replica]), _start_loop)
+        routes = [
+            route_page(loops, sessions, budgets),
+            *loops.list_routes(),
+            *sessions.list_routes(),
+            *budgets.list_routes(),
+            *coverage.list_routes(),
+            *canaries.list_routes(),
+            *route_overrides(giver, Credentials(""), _start_loop),
+        ]
+        return make_app(service.metrics, routes)
+
+
+def operate(table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()) -> Operated:
+    """A replica that has seen these sessions."""
+    made = Operated(orders=orders, show_callers=shows)
+    made.service.reporter.sessions = table
+    made.says_coverage = False  # no request was sent
+    return made
