@@ -27,17 +27,32 @@ def encoded(value: object) -> bytes:
 
 
 def looping(
-    times: int, *, result: str = "no such file", argument: str = "a.txt", tool: str = "read_file", **more: object
+    times: int,
+    *,
+    result: str = "no such file",
+    argument: str = "a.txt",
+    tool: str = "read_file",
+    said: str = "go",
+    **more: object,
 ) -> bytes:
     """A chat completion in which the same tool was called so often with the same argument and result."""
     turn = [
         {
             "role": "assistant",
-            "tool_calls": [{"id": "c", "function": {"name": tool, "arguments": json.dumps({"path": argument})}}],
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": tool, "arguments": json.dumps({"path": argument})}}
+            ],
         },
         {"role": "tool", "tool_call_id": "c", "content": result},
     ]
-    return encoded({"model": "m", "messages": [{"role": "user", "content": "go"}, *turn * times], **more})
+    return encoded({"model": "m", "messages": [{"role": "user", "content": said}, *turn * times], **more})
+
+
+def chat(times: int, padding: int = 0) -> bytes:
+    """The same with a declared tool whose calls fail, after so many more bytes of the user's."""
+    tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+    said = "go" + "x" * padding
+    return looping(times, result="Error: no such file", tool="read", said=said, tools=tools)
 
 
 def post(**headers: str) -> HttpRequest:

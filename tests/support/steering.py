@@ -14,6 +14,26 @@ from tests.support.service import decoded, exchange
 
 TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}}
 
+DECLARED: dict[str, dict[str, Any]] = {
+    "chat": {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]},
+    "ollama": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    "responses": {"tools": [{"type": "function", "name": "f"}], "tool_choice": "required"},
+    "anthropic": {"tools": [{"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]},
+    "gemini": {"tools": [{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}]},
+    "bedrock": {"toolConfig": {"tools": [{"toolSpec": {"name": "f"}}, {"toolSpec": {"name": "g"}}]}},
+}
+"""Two tools, or one, in each API."""
+
+FORBIDDEN: dict[str, dict[str, Any]] = {
+    "chat": {"tool_choice": "none"},
+    "responses": {"tool_choice": "none"},
+    "anthropic": {"tool_choice": {"type": "none"}},
+    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+    "bedrock": {},
+    "ollama": {},
+}
+"""What forbids calls of them; these two APIs have no such choice."""
+
 
 def steered(answer: ProcessingResponse) -> dict[str, Any]:
     """The body that Envoy is told to send on; empty where it is told of none."""

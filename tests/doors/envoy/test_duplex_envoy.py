@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import Answer, Stack, envoy_version, eventually, stack
+from tests.support.looping import chat
 from tests.support.uploads import Upload, send
-from tests.unit.ext_proc.test_duplex import chat
 
 TRANSPORTS = ["fast", "grpcio"]
 SIZES = [1, 70_000, 1_100_000]

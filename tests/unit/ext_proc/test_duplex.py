@@ -22,6 +22,7 @@ from extproc.ext_proc.transaction import Reply
 from extproc.ext_proc.upload import UploadMemory
 from extproc.pb.external_processor_pb2 import HttpTrailers, ProcessingRequest, ProcessingResponse
 from tests.support.documents import policy
+from tests.support.looping import chat
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, make_service, metadata_of, receive, sample
 
@@ -180,17 +181,6 @@ def pass_through(
     passed = gateway.finish()
     assert service.kept.bytes == service.streams == service.given_up == len(service.waiting) == 0
     return passed
-
-
-def chat(turns: int, padding: int = 0) -> bytes:
-    """A conversation in which a tool was called so often with the same argument and result."""
-    turn = [
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}]},
-        {"role": "tool", "tool_call_id": "c", "content": "Error: no such file"},
-    ]
-    tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
-    user = {"role": "user", "content": "go" + "x" * padding}
-    return json.dumps({"model": "m", "tools": tools, "messages": [user, *turn * turns]}).encode()
 
 
 CHUNKS = st.tuples(st.integers(0, 300_000), st.lists(st.integers(0, 300_000), max_size=8))
