@@ -35,3 +35,14 @@ def last_text(value: dict[str, Any]) -> str:
     """The text of the newest message."""
     text: str = value["messages"][-1]["content"]
     return text
+
+
+FORBIDDEN: dict[str, dict[str, Any]] = {
+    "chat": {"tool_choice": "none"},
+    "responses": {"tool_choice": "none"},
+    "anthropic": {"tool_choice": {"type": "none"}},
+    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+    "bedrock": {},
+    "ollama": {},
+}
+"""What forbids calls of tools; these two APIs have no such choice."""

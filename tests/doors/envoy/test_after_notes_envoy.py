@@ -70,7 +70,7 @@ def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.Cap
         said = ("live: steered 5: 3 turned round, 2 landed\n", "candidate: not steered 5: 3 turned round, 2 refused\n")
 
         def shows_status() -> bool:
-            out = Run(capsys, "canary", "status", "--admin", f"http://127.0.0.1:{made.replicas[1]._admin}").out
+            out = Run(capsys, "canary", "status", "--admin", made.replicas[1].admin_url).out
             return all(line in out for line in said)
 
         eventually(shows_status, "the canary's status")

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import Answer, Stack, envoy_version, eventually, stack
+from tests.support.looping import write_chat
 from tests.support.uploads import Upload, send
-from tests.unit.ext_proc.test_duplex import chat
 
 TRANSPORTS = ["fast", "grpcio"]
 SIZES = [1, 70_000, 1_100_000]
@@ -104,7 +104,7 @@ def test_each_action_keeps_bodies_whole(made: Stack, action: str, statuses: list
 def test_a_steered_body_arrives_edited(made: Stack) -> None:
     """Its note is in it, whatever its form; a length that is told is right."""
     path = "/v1/chat/completions"
-    bodies = {form: chat(3, padding=form.size) for form in FORMS}
+    bodies = {form: write_chat(3, padding=form.size) for form in FORMS}
 
     answers = {form: send(made.envoy.port, form.make_upload(path, body)) for form, body in bodies.items()}
 
@@ -126,7 +126,7 @@ def test_the_told_length_is_that_of_the_body(allowed: bool) -> None:
     form = Form(5_000, http2=False, length=True, trailers=False)
     with stack(DOCUMENT, body_mode="duplex", edit=partial(edit, keeps_length=allowed)) as made:
         plain = send(made.envoy.port, form.make_upload("/pass/length"))
-        steered = send(made.envoy.port, form.make_upload("/v1/chat/completions", chat(3, padding=5_000)))
+        steered = send(made.envoy.port, form.make_upload("/v1/chat/completions", write_chat(3, padding=5_000)))
 
         assert [plain.status, steered.status] == [200, 200]
         told = [seen.header("content-length") for seen in made.upstream.seen]

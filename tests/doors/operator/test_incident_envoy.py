@@ -46,7 +46,7 @@ def test_agents_wait_while_their_tool_is_down(capsys: pytest.CaptureFixture[str]
         for shown in (made.loopguard.get("/")[1], json.dumps(report)):
             assert "crm.find" in shown
             assert "4711" not in shown
-        assert main(["top", "--once", "--admin", f"http://127.0.0.1:{made.loopguard._admin}"]) == 0
+        assert main(["top", "--once", "--admin", made.loopguard.admin_url]) == 0
         assert re.search("^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE)
         grouped = json.loads(made.loopguard.get("/loops")[1])
         (incident,) = grouped["incidents"]

@@ -82,7 +82,7 @@ def made() -> Iterator[tuple[Stack, dict[str, str]]]:
             # `loopguard` is found as in a shell where it is installed; the second replica is asked, which has not seen it all.
             environment = {
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "LOOPGUARD_ADMIN": f"127.0.0.1:{parts.replicas[1]._admin}",
+                "LOOPGUARD_ADMIN": f"127.0.0.1:{parts.replicas[1].admin_port}",
                 "LOOPGUARD_ADMIN_TOKEN_FILE": str(tokens),
             }
             yield parts, environment

@@ -22,6 +22,7 @@ from extproc.ext_proc.transaction import Reply
 from extproc.ext_proc.upload import UploadMemory
 from extproc.pb.external_processor_pb2 import HttpTrailers, ProcessingRequest, ProcessingResponse
 from tests.support.documents import policy
+from tests.support.looping import write_chat
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, make_service, metadata_of, receive, sample
 
@@ -182,17 +183,6 @@ def pass_through(
     return passed
 
 
-def chat(turns: int, padding: int = 0) -> bytes:
-    """A conversation in which a tool was called so often with the same argument and result."""
-    turn = [
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}]},
-        {"role": "tool", "tool_call_id": "c", "content": "Error: no such file"},
-    ]
-    tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
-    user = {"role": "user", "content": "go" + "x" * padding}
-    return json.dumps({"model": "m", "tools": tools, "messages": [user, *turn * turns]}).encode()
-
-
 CHUNKS = st.tuples(st.integers(0, 300_000), st.lists(st.integers(0, 300_000), max_size=8))
 LAST = st.sampled_from(["end", "empty", "trailers"])
 
@@ -217,7 +207,7 @@ def test_what_comes_out_is_what_came_in(shape: tuple[int, list[int]], last: str,
 )
 def test_an_edited_body_is_handed_back_in_its_place(cuts: list[int], last: str, told: bool) -> None:
     """However it was cut, it is the one that a buffered request gets; its length is told where the client told one."""
-    data = chat(3, padding=150_000)
+    data = write_chat(3, padding=150_000)
     answers = []
     for mode in ("BUFFERED", DUPLEX):
         service = make_service(policy("p", ANY, **STEERING))
@@ -291,7 +281,7 @@ def test_a_body_above_the_bound_passes_whole_and_counted(last: str) -> None:
 def test_the_ends_of_a_body_above_the_bound_are_inspected() -> None:
     """`turns` reads its beginning and its newest messages, without more memory than for others."""
     service = make_service(policy("p", ANY, similarity="turns", max_inspect_bytes=50_000))
-    data = chat(8, padding=0).replace(b'"role": "user"', b'"role": "user", "more": "%b"' % (b"x" * 20_000))
+    data = write_chat(8, padding=0).replace(b'"role": "user"', b'"role": "user", "more": "%b"' % (b"x" * 20_000))
     filler = json.dumps({"role": "user", "content": "y" * HELD_BYTES}).encode()
     data = data.replace(b'"messages": [', b'"messages": [' + filler + b", ")
 

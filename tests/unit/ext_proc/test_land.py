@@ -16,7 +16,7 @@ from tests.support.engine import ANY
 from tests.support.looping import encoded, looping
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service, metadata_of, sample
-from tests.support.steering import ask, last_text, steered, without_notes
+from tests.support.steering import FORBIDDEN, ask, last_text, steered, without_notes
 from tests.support.turn_writers import PATHS, SHAPES, STYLES, Did, as_text
 
 LADDER: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 7}}
@@ -31,16 +31,6 @@ DECLARED: dict[str, dict[str, Any]] = {
     "bedrock": {"toolConfig": {"tools": [{"toolSpec": {"name": "f"}}, {"toolSpec": {"name": "g"}}]}},
 }
 """Two tools, or one, in each API."""
-
-FORBIDDEN: dict[str, dict[str, Any]] = {
-    "chat": {"tool_choice": "none"},
-    "responses": {"tool_choice": "none"},
-    "anthropic": {"tool_choice": {"type": "none"}},
-    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
-    "bedrock": {},
-    "ollama": {},
-}
-"""What forbids calls of them; these two APIs have no such choice."""
 
 
 def test_a_loop_is_steered_then_landed_then_refused() -> None:

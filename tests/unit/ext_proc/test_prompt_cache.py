@@ -28,8 +28,8 @@ from tests.support.frameworks import (
 from tests.support.messages import body, headers
 from tests.support.model_requests import BODIES
 from tests.support.service import decoded, exchange, make_service
+from tests.support.steering import FORBIDDEN
 from tests.support.turn_writers import PATHS
-from tests.unit.ext_proc.test_land import FORBIDDEN
 
 SDKS: dict[str, Run] = {
     "chat": run_openai_agent,

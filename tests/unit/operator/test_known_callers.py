@@ -30,10 +30,9 @@ from tests.support.bundles import plain, refused, spec
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.orders import order
+from tests.support.orders import Replicas, order
 from tests.support.service import decoded, exchange, make_service
 from tests.support.session_limits import limited
-from tests.unit.operator.test_overrides import Replicas
 
 SECRET = "sk-secret"
 HIDDEN = PROCESS_KEY.hide(SECRET)

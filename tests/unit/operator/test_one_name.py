@@ -24,9 +24,9 @@ from extproc.sessions.prices import Prices
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
+from tests.support.orders import Replicas
 from tests.support.service import decoded, exchange
 from tests.support.session_limits import limited
-from tests.unit.operator.test_overrides import Replicas
 
 KEY = "sk-secret"
 HIDDEN = PROCESS_KEY.hide(KEY)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -46,12 +46,11 @@ from extproc.operator.overrides import (
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.session_limits import BUDGET_KEYS
-from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import ORDERS
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import body, headers
-from tests.support.orders import ANN, USER, apply_orders, order
+from tests.support.orders import ANN, USER, Replicas, apply_orders, order
 from tests.support.service import FailingStore, decoded, exchange, make_service, metadata_of
 from tests.support.session_limits import ask as ask_in_session
 from tests.support.session_limits import limited, told, turns
@@ -451,28 +450,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(overrides, "time", made)
     return made
-
-
-class Replicas:
-    """Some replicas on one store, each with its service for overrides, on one event loop."""
-
-    def __init__(self, number: int, *policies: dict[str, Any]) -> None:
-        self.store = MemoryStore(make_service().metrics)
-        self.services = [make_service(*(policies or (policy("p", ANY, **USER),)), store=self.store) for _ in range(number)]
-        self.givers = [OverrideService(self.store, service, service.metrics) for service in self.services]
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something."""
-        return asyncio.run(work)
-
-    def give(self, replica: int = 0, *, who: str = "eve", **given: Any) -> tuple[ActiveOverride, list[str]]:  # noqa: ANN401  # an order
-        """Give an order to a replica."""
-        return self.run(self.givers[replica].give(given, who))
-
-    def refresh(self) -> None:
-        """Every replica asks the store once."""
-        for giver in self.givers:
-            self.run(giver.refresh())
 
 
 def test_orders_apply_on_every_replica_once_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import shlex
 from typing import Any
@@ -18,7 +19,7 @@ from extproc.operator.admin.row_commands import suggest_for_session
 from extproc.operator.overrides import describe_override, read_override, write_override
 from extproc.store.rules.budget import BUCKET, MAX_RAISED, PERIOD, Take
 from tests.support.budget_policies import ask, bucket, limited, refused
-from tests.unit.operator.test_budgets import Operated, daily, run
+from tests.support.operated import Operated, daily
 
 DAY = 86_400
 
@@ -42,7 +43,7 @@ def test_a_grant_raises_a_limit_until_it_ends() -> None:
     caller = use_up(made, 3)
 
     given, notes = made.give(caller=caller, budget="daily", amount=5, seconds=DAY)
-    run(made.givers[1].refresh())
+    asyncio.run(made.givers[1].refresh())
 
     assert (notes, given.ends - given.since, given.meets) == ([], DAY, ("p",))
     assert [refused(ask(made.services[place % 2])) for place in range(6)] == [""] * 5 + ["budget_exceeded"]
@@ -50,7 +51,7 @@ def test_a_grant_raises_a_limit_until_it_ends() -> None:
     assert (row["limit"], row["left"], row["orders"][0]["raises"]) == (7, 0, True)
     assert "revoke" in row["commands"]
     assert read_override(given.name, write_override(given)) == given
-    assert run(made.givers[0].revoke(given.name, "eve"))
+    assert asyncio.run(made.givers[0].revoke(given.name, "eve"))
     assert refused(ask(made.service)) == "budget_exceeded"
 
 
