@@ -78,10 +78,10 @@ class Night:
 
     def count_loops(self) -> list[int]:
         """How many conversations each replica knows of."""
-        return [len(json.loads(replica.get("/loops")[1])["conversations"]) for replica in self.made.replicas]
+        return [len(replica.ask("/loops")["conversations"]) for replica in self.made.replicas]
 
     def _list_loops(self) -> list[list[dict[str, Any]]]:
-        return [list_loops(json.loads(replica.get("/loops")[1])) for replica in self.made.replicas]
+        return [list_loops(replica.ask("/loops")) for replica in self.made.replicas]
 
     def count_orders(self) -> list[float]:
         """The number of orders that apply on each replica."""

@@ -67,7 +67,7 @@ class Shift(Scene):
 
     def list_orders(self) -> list[set[str]]:
         """The names of the orders that apply on each replica."""
-        documents = [json.loads(replica.get("/overrides")[1]) for replica in self.made.replicas]
+        documents = [replica.ask("/overrides") for replica in self.made.replicas]
         return [{order["override"] for order in document["overrides"]} for document in documents]
 
 
