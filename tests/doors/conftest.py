@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +14,9 @@ from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, stack
 from tests.support.receivers import CA
 from tests.support.transport import TRANSPORTS, Run, Running, open_running
+
+if TYPE_CHECKING:
+    from tests.support.agents import Gate
 
 _USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 _numbers = count()
@@ -46,6 +49,15 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def shared(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """One stack for each transport, for all tests that change nothing but the counts of a user of their own."""
     with stack(SHARED_BUNDLE, "--transport", request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
+    """Envoy before a fake model, for a module's POLICIES; as many Loopguards as its REPLICAS share a server."""
+    from tests.support.agents import open_gate  # here: the SDKs that it imports take seconds
+
+    with open_gate(request.module.POLICIES, replicas=getattr(request.module, "REPLICAS", 1)) as made:
         yield made
 
 

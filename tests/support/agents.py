@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
-from fake_model import NAME, USER, Answer, Call, FakeModel, Script
+from fake_model import NAME, USER, Answer, Call, FakeModel, Script, fake_model
 from tool_agents import (
     Job,
     Step,
@@ -19,6 +20,7 @@ from tool_agents import (
 )
 
 from tests.support.harness import Stack
+from tests.support.stacks import open_stack
 
 
 class Gate(NamedTuple):
@@ -30,6 +32,16 @@ class Gate(NamedTuple):
     def sent(self) -> int:
         """How many requests have come to Envoy."""
         return self.stack.envoy.stat("http.ingress.downstream_rq_total")
+
+
+@contextmanager
+def open_gate(policies: object, *arguments: str, replicas: int = 1) -> Iterator[Gate]:
+    """Envoy before a model that follows scripts."""
+    with (
+        fake_model() as model,
+        open_stack(policies, *arguments, replicas=replicas, upstream=f"127.0.0.1:{model.port}") as made,
+    ):
+        yield Gate(made, model)
 
 
 def same(**_: object) -> str:

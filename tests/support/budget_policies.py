@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from extproc.ext_proc.access_log import read_message
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.memory import MemoryStore
+from tests.support.envoy_logs import log
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, headers_of, make_service
+from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of
 
 NOON = 1_795_694_400_000
 """2026-11-26, a Thursday, in milliseconds."""
@@ -85,3 +87,10 @@ def warning_of(answer: ProcessingResponse) -> bytes | None:
 def chat(text: str, **more: object) -> bytes:
     """A chat's body."""
     return json.dumps({"model": "gpt-4o", "messages": [{"role": "user", "content": text}], **more}).encode()
+
+
+def tell(service: Service, answer: ProcessingResponse, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
+    """What Envoy logs about a request that was answered so."""
+    sessions = json.loads(metadata_of(answer)["sessions"])
+    for read in read_message(log({"sessions": sessions, **entry}))[0]:
+        service.settle_entry(read)

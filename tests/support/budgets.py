@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hypothesis import strategies as st
 
 from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, MARKED_MS, MINUTE, PERIOD, Take, Taken
+from tests.support.records import replace
+from tests.support.servers import Driver
 
 NOON: Final = int(datetime(2026, 11, 26, 12, tzinfo=UTC).timestamp() * 1000)
 """A Thursday."""
@@ -339,3 +342,24 @@ class Model:
         self._settled[asked.marker] = now
         self._open(asked).settle(asked, now)
         return True
+
+
+def ask_store(store: Driver, takes: Sequence[Take], now: int | None) -> list[Taken]:
+    """What one request asks, or its settlements, whether the store answers at once or later."""
+
+    async def answered() -> Any:  # noqa: ANN401  # answers
+        return await ask_later(store, takes, now)
+
+    return list(store.run(answered()))
+
+
+async def ask_later(store: Driver, takes: Sequence[Take], now: int | None) -> Any:  # noqa: ANN401  # answers
+    """The same on the loop."""
+    named = [replace(take, key=store.name(take.key), marker=store.name(take.marker) if take.marker else "") for take in takes]
+    answer = store.store.hit(named, now)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def shown(taken: Taken) -> tuple[bool, bool, int, int]:
+    """An answer as the cases have it."""
+    return taken.granted, taken.fits, taken.left, taken.wait_ms

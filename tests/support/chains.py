@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
 from extproc.detectors.chain import ChainPlace, ShownMessage
 from extproc.sessions.names import Chains
 from extproc.store.rules.chain import ChainLink, Trail, follow
+from tests.support.servers import Driver
 
 CHAINS = Chains("p", 3_600, namespace="")
 
@@ -103,3 +105,19 @@ _SENT = st.builds(
 )
 STEPS = st.lists(st.tuples(_SENT, st.integers(0, 50) | st.integers(0, 130_000) | st.integers(-900_000, 900_000)), max_size=40)
 """Requests of a caller, each with the time since the one before in milliseconds."""
+
+
+KEYS = ("key", "before", "own", "usage")
+
+
+def ask_store(store: Driver, link: ChainLink, now: int) -> Trail:
+    """What the store answers, under keys of this driver's."""
+    changes: dict[str, Any] = {name: store.name(getattr(link, name)) for name in KEYS if getattr(link, name)}
+    changes["parents"] = tuple(store.name(parent) for parent in link.parents)
+
+    async def settled() -> Any:  # noqa: ANN401  # whatever a store answers
+        answer = store.store.push([link._replace(**changes)], now)
+        return (await answer if inspect.isawaitable(answer) else answer)[0]
+
+    found: Trail = store.run(settled())
+    return found

@@ -161,7 +161,7 @@ class Loopguard(Process):
             self.stop()
             raise
         self.address = serving[1]
-        self._admin = int(serving[2])
+        self.admin_port = int(serving[2])
 
     def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Spawned:
         if not self._preamble:
@@ -171,7 +171,7 @@ class Loopguard(Process):
 
     def get(self, path: str, **headers: str) -> tuple[int, str]:
         """Status and body of an admin page."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._admin, timeout=PATIENCE)
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=PATIENCE)
         try:
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
@@ -179,10 +179,16 @@ class Loopguard(Process):
         finally:
             connection.close()
 
+    def ask(self, path: str, **headers: str) -> Any:  # noqa: ANN401  # whatever the page says
+        """The JSON of an admin page that is there."""
+        status, body = self.get(path, **headers)
+        assert status == 200, body
+        return json.loads(body)
+
     @property
     def admin_url(self) -> str:
         """Of its admin port, for commands."""
-        return f"http://127.0.0.1:{self._admin}"
+        return f"http://127.0.0.1:{self.admin_port}"
 
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, summed over all label sets that agree with `labels`; 0 when there is none."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+
+from extproc.operator.admin.coverage_report import ServerState
+from tests.support.harness import Stack
 
 
 class Outline(HTMLParser):
@@ -26,3 +32,34 @@ class Outline(HTMLParser):
 def list_loops(report: dict[str, Any]) -> list[dict[str, Any]]:
     """What each detector says, behind the rows of `/loops`."""
     return [loop for row in report["conversations"] for loop in row["loops"]]
+
+
+PAGES = [
+    "/",
+    "/metrics",
+    "/loops",
+    "/sessions",
+    "/policies",
+    "/readyz",
+    "/coverage",
+    "/canary",
+    "/canary/states",
+    "/overrides",
+]
+
+
+def look_around(made: Stack, events: Path) -> Iterator[tuple[str, bytes]]:
+    """What the replicas, Envoy and the commands tell, by where."""
+    for guard in made.replicas:
+        for page in PAGES + [f"/sessions/{run['session']}" for run in json.loads(guard.get("/sessions")[1])["sessions"]]:
+            for accept in ("*/*", "text/html"):
+                status, text = guard.get(page, accept=accept)
+                assert status == 200, (page, text)
+                yield f"{page} as {accept}", text.encode()
+        yield "Loopguard's log", guard.output().encode()
+    yield "the access log", made.envoy.output().encode()
+    yield "events", events.read_bytes()
+
+
+STATE = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0)
+"""A server without anything to report."""

@@ -49,29 +49,29 @@ POLICIES = bundle(
 
 
 @pytest.fixture(scope="module")
-def gate() -> Iterator[Stack]:
+def made() -> Iterator[Stack]:
     """Envoy and Loopguard."""
     with stack(POLICIES) as made:
         yield made
 
 
-def ask(gate: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: bool = False) -> tuple[Reply, int]:
+def ask(made: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: bool = False) -> tuple[Reply, int]:
     """What the SDK makes of the refusal of a stuck agent, and how many requests it sends for that."""
-    before = count_requests(gate)
-    reply = ASK[sdk](Job(f"http://127.0.0.1:{gate.envoy.port}{path}", user[USER], stream))
-    return reply, count_requests(gate) - before
+    before = count_requests(made)
+    reply = ASK[sdk](Job(f"http://127.0.0.1:{made.envoy.port}{path}", user[USER], stream))
+    return reply, count_requests(made) - before
 
 
-def count_requests(gate: Stack) -> int:
+def count_requests(made: Stack) -> int:
     """That have come to Envoy."""
-    return gate.envoy.stat("http.ingress.downstream_rq_total")
+    return made.envoy.stat("http.ingress.downstream_rq_total")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("sdk", SDKS)
-def test_each_sdk_shows_the_reason(gate: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
+def test_each_sdk_shows_the_reason(made: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
     """The text of its exception says what repeats, with the code."""
-    reply, _ = ask(gate, sdk, user, "/400", stream=stream)
+    reply, _ = ask(made, sdk, user, "/400", stream=stream)
 
     assert reply.status == 400
     assert "Loop detected: 3 of the last 3 turns were check with the same input and the same result" in reply.text
@@ -79,48 +79,48 @@ def test_each_sdk_shows_the_reason(gate: Stack, sdk: str, user: dict[str, str], 
 
 
 @pytest.mark.parametrize("sdk", SDKS | RETRYING)
-def test_one_request_is_sent_for_a_refusal(gate: Stack, sdk: str, user: dict[str, str]) -> None:
+def test_one_request_is_sent_for_a_refusal(made: Stack, sdk: str, user: dict[str, str]) -> None:
     """With the status `auto`, a final refusal is a 400, which no SDK sends again."""
-    reply, requests = ask(gate, sdk, user, "/auto")
+    reply, requests = ask(made, sdk, user, "/auto")
 
     assert (requests, reply.status) == (1, 400)
 
 
 @pytest.mark.parametrize("sdk", ["bedrock", "gemini-retrying", "node-vercel-openai"])
-def test_some_sdks_retry_429_whatever_it_says(gate: Stack, sdk: str, user: dict[str, str]) -> None:
+def test_some_sdks_retry_429_whatever_it_says(made: Stack, sdk: str, user: dict[str, str]) -> None:
     """Which is what `auto` is for: once none of them does any more, it can go."""
-    _, requests = ask(gate, sdk, user, "/429")
+    _, requests = ask(made, sdk, user, "/429")
 
     assert requests == 3
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("sdk", [*SDKS, *OTHERS])
-def test_a_refusal_may_be_an_answer_of_the_model(gate: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
+def test_a_refusal_may_be_an_answer_of_the_model(made: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
     """Each SDK takes it for one, whole or streamed as it asked; it sends one request, which goes no further."""
-    seen = len(gate.upstream.seen)
+    seen = len(made.upstream.seen)
 
-    reply, requests = ask(gate, sdk, user, "/completion", stream=stream)
+    reply, requests = ask(made, sdk, user, "/completion", stream=stream)
 
     assert reply.status == 0
     told = "Loop detected: 3 of the last 3 turns were check with the same input and the same result"
     assert reply.text.startswith(f"{ANSWER}\n{told}")
     assert " (recursive_loop_detected)\n" in reply.text
-    assert (requests, len(gate.upstream.seen)) == (1, seen)
+    assert (requests, len(made.upstream.seen)) == (1, seen)
 
 
-def test_an_answer_of_the_model_is_logged_as_a_refusal(gate: Stack, user: dict[str, str]) -> None:
+def test_an_answer_of_the_model_is_logged_as_a_refusal(made: Stack, user: dict[str, str]) -> None:
     """Envoy's access log shows it under status 200, with the action and the reason."""
-    ask(gate, "chat", user, "/completion")
+    ask(made, "chat", user, "/completion")
 
-    entry = gate.envoy.logged("/completion/v1/chat/completions", status=200, details="loop_detected")
+    entry = made.envoy.logged("/completion/v1/chat/completions", status=200, details="loop_detected")
     assert (entry["loop_action"], entry["loop_policy"]) == ("reject", "completion")
 
 
-def test_grpc_clients_read_words(gate: Stack, user: dict[str, str]) -> None:
+def test_grpc_clients_read_words(made: Stack, user: dict[str, str]) -> None:
     """The status is RESOURCE_EXHAUSTED, and its details are the message alone."""
     metadata = list(user.items())
-    with grpc.insecure_channel(f"127.0.0.1:{gate.envoy.port}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{made.envoy.port}") as channel:
         call = channel.unary_unary("/rpc.Echo/Call")
         for _ in range(3):
             with pytest.raises(grpc.RpcError) as refusal:

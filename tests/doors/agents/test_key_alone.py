@@ -6,7 +6,6 @@ Nothing is set but a policy. Each key is a caller, and each run a conversation, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_model import Answer, Call, fake_model
+from fake_model import Answer, Call
 
 from extproc.policy.presets import find_preset
 from tests.support.agents import Gate
@@ -29,8 +28,6 @@ from tests.support.frameworks import (
     run_messages_agent,
     run_ollama_agent,
 )
-from tests.support.harness import stack
-from tests.support.servers import server
 
 STEPS = 9
 LOOPED = 7
@@ -59,13 +56,7 @@ def make_policy() -> dict[str, Any]:
     return bundle(preset)
 
 
-@pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
-    """Envoy before a model, with two replicas of Loopguard that share a server."""
-    with server() as valkey, fake_model() as model:
-        store = ("--store", f"redis://{valkey.address}")
-        with stack(make_policy(), *store, replicas=2, upstream=f"127.0.0.1:{model.port}") as made:
-            yield Gate(made, model)
+POLICIES, REPLICAS = make_policy(), 2
 
 
 def forever(_: int) -> Answer:

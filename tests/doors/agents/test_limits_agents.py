@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
-from fake_model import USER, Answer, Call, Script, fake_model
+from fake_model import USER, Answer, Call, Script
 
 from tests.support.agents import DONE, Gate, same
 from tests.support.documents import bundle
 from tests.support.extent import deepen
 from tests.support.frameworks import FRAMEWORKS, Errand, Run, run_bedrock_agent, run_gemini_agent, run_messages_agent
-from tests.support.harness import Stack, stack
-from tests.support.servers import server
+from tests.support.harness import Stack
 
 CHECK = Call("check")
 STEPS = 4
@@ -30,6 +29,7 @@ def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # 
     return {"id": identity, "spec": spec}
 
 
+REPLICAS = 2
 POLICIES = bundle(
     limited("steps", max_steps=STEPS),
     limited("calls", max_tool_calls=2),
@@ -56,15 +56,6 @@ SHOWING = [name for name in RUNS if name not in (*THREADS, "bedrock")]
 """They show their whole history, and have a key."""
 
 DECLARING = [name for name in RUNS if name not in (*THREADS, "bedrock, signed")]
-
-
-@pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
-    """Envoy before a model, with two replicas of Loopguard that share a server."""
-    with server() as valkey, fake_model() as model:
-        store = ("--store", f"redis://{valkey.address}")
-        with stack(POLICIES, *store, replicas=2, upstream=f"127.0.0.1:{model.port}") as made:
-            yield Gate(made, model)
 
 
 def run(gate: Gate, name: str, policy: str, user: str, script: Script) -> str:

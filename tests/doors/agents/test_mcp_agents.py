@@ -91,7 +91,7 @@ def gates() -> Iterator[dict[str, Stack]]:
 
 
 @pytest.fixture(params=["mcp", "fastmcp"])
-def gate(request: pytest.FixtureRequest, gates: dict[str, Stack]) -> Stack:
+def made(request: pytest.FixtureRequest, gates: dict[str, Stack]) -> Stack:
     """Each stack in turn; every agent is a user of its own."""
     return gates[request.param]
 
@@ -162,17 +162,17 @@ def connect(request: pytest.FixtureRequest) -> Connect:
     return CLIENTS[request.param]
 
 
-def url_of(gate: Stack) -> str:
+def url_of(made: Stack) -> str:
     """Where clients find the server."""
-    return f"http://127.0.0.1:{gate.envoy.port}/mcp"
+    return f"http://127.0.0.1:{made.envoy.port}/mcp"
 
 
-def test_the_reason_is_a_result_and_the_session_goes_on(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_the_reason_is_a_result_and_the_session_goes_on(made: Stack, connect: Connect, user: dict[str, str]) -> None:
     """The repeated call never reaches the server; the agent reads why, and its other calls are answered in the same session."""
     query = f"looping {user['x-user-id']}"
 
     async def loop() -> tuple[list[Result], Result, list[str]]:
-        async with connect(url_of(gate), user) as session:
+        async with connect(url_of(made), user) as session:
             results = [await session.call("search", {"query": query}) for _ in range(THRESHOLD + 1)]
             return results, await session.call("search", {"query": query, "limit": 5}), await session.list_tools()
 
@@ -185,14 +185,14 @@ def test_the_reason_is_a_result_and_the_session_goes_on(gate: Stack, connect: Co
     assert served[query] == THRESHOLD
 
 
-def test_what_is_no_repeated_call_is_never_refused(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_what_is_no_repeated_call_is_never_refused(made: Stack, connect: Connect, user: dict[str, str]) -> None:
     """An agent connects again and again, lists the tools each time and calls one with other arguments: all is answered."""
-    before = gate.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call")
+    before = made.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call")
 
     async def work() -> list[Result]:
         results = []
         for number in range(2 * THRESHOLD):
-            async with connect(url_of(gate), user) as session:
+            async with connect(url_of(made), user) as session:
                 assert await session.list_tools() == await session.list_tools()
                 results.append(await session.call("search", {"query": f"page {number}"}))
         return results
@@ -200,14 +200,14 @@ def test_what_is_no_repeated_call_is_never_refused(gate: Stack, connect: Connect
     results = asyncio.run(work())
 
     assert results == [Result(failed=False, text=f"10 results for page {number}") for number in range(2 * THRESHOLD)]
-    assert gate.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call") >= before + 4 * THRESHOLD
+    assert made.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call") >= before + 4 * THRESHOLD
 
 
-def test_a_new_session_does_not_start_a_new_count(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_a_new_session_does_not_start_a_new_count(made: Stack, connect: Connect, user: dict[str, str]) -> None:
     """An agent that reconnects before each call is still found to repeat it."""
 
     async def call() -> Result:
-        async with connect(url_of(gate), user) as session:
+        async with connect(url_of(made), user) as session:
             return await session.call("search", {"query": "again"})
 
     results = [asyncio.run(call()) for _ in range(THRESHOLD)]
@@ -215,11 +215,11 @@ def test_a_new_session_does_not_start_a_new_count(gate: Stack, connect: Connect,
     assert [result.failed for result in results] == [False] * (THRESHOLD - 1) + [True]
 
 
-def test_tools_have_limits_of_their_own(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_tools_have_limits_of_their_own(made: Stack, connect: Connect, user: dict[str, str]) -> None:
     """A tool that waits may be called as often as the agent likes, and another one once, with the operator's words about it."""
 
     async def work() -> tuple[list[Result], list[Result]]:
-        async with connect(url_of(gate), user) as session:
+        async with connect(url_of(made), user) as session:
             waits = [await session.call("wait_for_build", {"seconds": 5}) for _ in range(2 * THRESHOLD)]
             return waits, [await session.call("build", {"target": "all"}) for _ in range(2)]
 
@@ -231,21 +231,21 @@ def test_tools_have_limits_of_their_own(gate: Stack, connect: Connect, user: dic
     assert "and was refused. A build takes an hour. Repeating it" in builds[1].text
 
 
-def ask(gate: Stack, user: Mapping[str, str], message: Mapping[str, object], accept: str) -> tuple[int, str, bytes]:
+def ask(made: Stack, user: Mapping[str, str], message: Mapping[str, object], accept: str) -> tuple[int, str, bytes]:
     """Status, content type and body of the answer to a JSON-RPC message."""
     headers = {"content-type": "application/json", "accept": accept, **user}
-    answer = gate.send("/a2a", method="POST", body=json.dumps(message).encode(), headers=headers)
+    answer = made.send("/a2a", method="POST", body=json.dumps(message).encode(), headers=headers)
     return answer.status, answer.headers["content-type"], answer.body
 
 
 @pytest.mark.parametrize("method", ["message/send", "SendMessage"])
-def test_a_message_to_another_agent_is_refused_as_an_error(gate: Stack, user: dict[str, str], method: str) -> None:
+def test_a_message_to_another_agent_is_refused_as_an_error(made: Stack, user: dict[str, str], method: str) -> None:
     """The same parts with different ids are one message, and the error of the refusal has the last request's id."""
     for number in range(THRESHOLD):
         parts = [{"kind": "text", "text": "Are you done?", "metadata": {"at": number}}]
         message = {"messageId": f"m-{number}", "contextId": f"c-{number}", "role": "user", "parts": parts}
         request = {"jsonrpc": "2.0", "id": f"id-{number}", "method": method, "params": {"message": message}}
-        status, content_type, body = ask(gate, user, request, "application/json")
+        status, content_type, body = ask(made, user, request, "application/json")
 
     assert (status, content_type) == (200, "application/json")
     answer = json.loads(body)
@@ -253,11 +253,11 @@ def test_a_message_to_another_agent_is_refused_as_an_error(gate: Stack, user: di
     assert answer["error"]["message"].startswith("Loop detected: this same message has been sent 3 times within ")
 
 
-def test_who_takes_nothing_but_events_gets_one(gate: Stack, user: dict[str, str]) -> None:
+def test_who_takes_nothing_but_events_gets_one(made: Stack, user: dict[str, str]) -> None:
     """A client whose accept header knows only event streams reads the refusal as the one message of such a stream."""
     request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search"}}
     for _ in range(THRESHOLD):
-        status, content_type, body = ask(gate, user, request, "text/event-stream")
+        status, content_type, body = ask(made, user, request, "text/event-stream")
 
     assert (status, content_type) == (200, "text/event-stream")
     event, data, *end = body.decode().split("\n")
@@ -265,11 +265,11 @@ def test_who_takes_nothing_but_events_gets_one(gate: Stack, user: dict[str, str]
     assert json.loads(data.removeprefix("data: "))["result"]["isError"] is True
 
 
-def test_a_refusal_is_logged_as_one(gate: Stack, user: dict[str, str]) -> None:
+def test_a_refusal_is_logged_as_one(made: Stack, user: dict[str, str]) -> None:
     """Envoy's access log shows it under status 200, with the reason and the policy."""
     request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search", "arguments": {"q": "log"}}}
     for _ in range(THRESHOLD):
-        ask(gate, user, request, "application/json")
+        ask(made, user, request, "application/json")
 
-    entry = gate.envoy.logged("/a2a", status=200, details="loop_detected")
+    entry = made.envoy.logged("/a2a", status=200, details="loop_detected")
     assert entry["loop_policy"] == "tools"

@@ -7,28 +7,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_model import NAME, USER, fake_model
+from fake_model import NAME, USER
 
 from tests.support.agents import CHECK, DONE, Gate, again, fresh, same, told
 from tests.support.documents import bundle, policy
-from tests.support.harness import stack
-from tests.support.servers import server
 
 if TYPE_CHECKING:
     import anthropic
     import openai
 
-_LOOPS = policy("agents", {"pathPrefix": "/"}, similarity="turns", limit_keys=[f"header:{USER}"], session={})
+POLICIES = bundle(policy("agents", {"pathPrefix": "/"}, similarity="turns", limit_keys=[f"header:{USER}"], session={}))
+REPLICAS = 2
 Agent = Callable[[str, dict[str, str], Callable[..., str]], Iterator[object]]
-
-
-@pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
-    """Envoy before a model, with two replicas of Loopguard that share a server."""
-    with server() as valkey, fake_model() as model:
-        store = f"redis://{valkey.address}/0"
-        with stack(bundle(_LOOPS), "--store", store, replicas=2, upstream=f"127.0.0.1:{model.port}") as made:
-            yield Gate(made, model)
 
 
 def responses_agent(url: str, named: dict[str, str], check: Callable[..., str]) -> Iterator[object]:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import pytest
-from fake_model import USER, Call, Script, fake_model
+from fake_model import USER, Call, Script
 from tool_agents import Job, Turn
 
 from tests.support.agents import AGENTS, DONE, TOOLS, Gate, again, fresh, same, sdk_errors, told
 from tests.support.documents import bundle, policy
-from tests.support.harness import stack
 
-
-@pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
-    """Envoy and Loopguard before a model."""
-    loops = policy("turns", {"pathPrefix": "/"}, similarity="turns", limit_keys=[f"header:{USER}"])
-    with fake_model() as model, stack(bundle(loops), upstream=f"127.0.0.1:{model.port}") as made:
-        yield Gate(made, model)
+POLICIES = bundle(policy("turns", {"pathPrefix": "/"}, similarity="turns", limit_keys=[f"header:{USER}"]))
 
 
 def play(

@@ -64,13 +64,13 @@ def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.Cap
             {"policy": "live", "mode": "enforce", "arm": "noted", **same, **count_as(5, 2, 3, 2, 0)},
             {"policy": "next", "mode": "shadow", "arm": "not_noted", **same, **count_as(5, 0, 3, 0, 2)},
         ]
-        eventually(lambda: json.loads(made.replicas[0].get("/loops")[1])["after_notes"] == rows, "what both have seen")
+        eventually(lambda: made.replicas[0].ask("/loops")["after_notes"] == rows, "what both have seen")
         assert "After the first note" in made.replicas[1].get("/")[1]
 
         said = ("live: steered 5: 3 turned round, 2 landed\n", "candidate: not steered 5: 3 turned round, 2 refused\n")
 
         def shows_status() -> bool:
-            out = Run(capsys, "canary", "status", "--admin", f"http://127.0.0.1:{made.replicas[1]._admin}").out
+            out = Run(capsys, "canary", "status", "--admin", made.replicas[1].admin_url).out
             return all(line in out for line in said)
 
         eventually(shows_status, "the canary's status")

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.documents import bundle, policy, read_yaml
-from tests.support.harness import Stack, eventually, stack
+from tests.support.harness import Stack, eventually
+from tests.support.stacks import open_before_model
 from tests.support.usage import Model, Reply, whole
 
 _LUA = """
@@ -77,17 +78,13 @@ def add_gateway(config: str, *, before: bool) -> str:
 @pytest.fixture(scope="module", params=[True, False], ids=["before", "behind"])
 def made(request: pytest.FixtureRequest) -> Iterator[tuple[Stack, Model]]:
     """Both filters, and none of Loopguard's own that read answers."""
-    model = Model()
 
     def edit(config: str) -> str:
         assert "json_to_metadata" not in config
         return add_gateway(config, before=request.param)
 
-    try:
-        with stack(POLICIES, edit=edit, upstream=model.address, usage="estimated") as one:
-            yield one, model
-    finally:
-        model.stop()
+    with open_before_model(POLICIES, edit=edit, usage="estimated") as opened:
+        yield opened
 
 
 def send(made: tuple[Stack, Model], user: str, number: int, reply: Reply) -> int:
@@ -105,7 +102,7 @@ def send(made: tuple[Stack, Model], user: str, number: int, reply: Reply) -> int
 
 def costs(made: tuple[Stack, Model]) -> list[list[Any]]:
     """Of each session, as reported by answers and as estimated, with its tokens."""
-    listed = json.loads(made[0].loopguard.get("/sessions")[1])["sessions"]
+    listed = made[0].loopguard.ask("/sessions")["sessions"]
     names = ("input_tokens", "cache_read_tokens", "output_tokens")
     return [[one["actual_cost"], one["estimated_cost"], *(one["usage"][name] for name in names)] for one in listed]
 

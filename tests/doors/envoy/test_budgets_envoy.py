@@ -221,10 +221,10 @@ def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.Cap
     first, second = shop.made.replicas
 
     def find_row() -> dict[str, Any] | None:
-        rows = json.loads(first.get("/budgets?policy=minimal&sort=refused")[1])["budgets"]
+        rows = first.ask("/budgets?policy=minimal&sort=refused")["budgets"]
         return next((row for row in rows if row["caller"] not in before and row["refused"]), None)
 
-    before = {row["caller"] for row in json.loads(first.get("/budgets?policy=minimal")[1])["budgets"]}
+    before = {row["caller"] for row in first.ask("/budgets?policy=minimal")["budgets"]}
     assert [shop.ask("/minimal/x", "gus").status for _ in range(5)] == [200, 200, 200, 429, 429]
     row: dict[str, Any] = eventually(find_row, "the row of the caller")
     _, *command = shlex.split(row["commands"]["free"])

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.doors.envoy.test_envoy_config import CERTIFICATE
 from tests.support.budget_policies import bucket, limited
 from tests.support.documents import bundle
-from tests.support.envoy_config import DOCUMENTS, bootstrap, verdict
+from tests.support.envoy_config import CERTIFICATE, DOCUMENTS, bootstrap, verdict
 from tests.support.harness import envoy_version
 
 LIMITS = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}

@@ -22,7 +22,7 @@ from extproc.policy.bundle import Selector
 from extproc.policy.outline import SlimSelector
 from extproc.request.fingerprint import normalize_path
 from tests.support.documents import bundle, policy
-from tests.support.envoy_config import DOCUMENTS, bootstrap, verdict
+from tests.support.envoy_config import CERTIFICATE, DOCUMENTS, bootstrap, verdict
 from tests.support.harness import ENVOY, Stack, Upstream, eventually, stack
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,20 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "names": {"upstream": "upstream.example:80", "endpoints": ["loopguard.example:50051", "127.0.0.1:50051"]},
     "looking on": {"shadow_mode": "observability"},
 }
-
-
-CERTIFICATE = """\
------BEGIN CERTIFICATE-----
-MIIBdDCCARugAwIBAgIUZSpFQ1PfoG/71qIiQTt1Tfd5cH4wCgYIKoZIzj0EAwIw
-DzENMAsGA1UEAwwEdGVzdDAgFw0yNjExMjEyMjQwMjlaGA8yMTI2MTAyODIyNDAy
-OVowDzENMAsGA1UEAwwEdGVzdDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABMsW
-Y8knHDfT5tjWre6H1XG3pXxWP3D+OAvbseR4c/eEQpTv5g2/3Fh5FRlZF/adtX/3
-cLRd6/Dt8iiaMLq7hRSjUzBRMB0GA1UdDgQWBBQ+chabTBUc2DR4A9kqD0LxGk9R
-bTAfBgNVHSMEGDAWgBQ+chabTBUc2DR4A9kqD0LxGk9RbTAPBgNVHRMBAf8EBTAD
-AQH/MAoGCCqGSM49BAMCA0cAMEQCIBM6PschlseGNy8cZeYtztTO9jsi9kuZlphe
-TZI7q67eAiBeQeiPO+sjfHpDPJ3WSx6fU3EZA2uwgzjilbqzjEm91g==
------END CERTIFICATE-----
-"""  # with no owner: Envoy only has to be able to read it
 
 
 def version() -> tuple[int, int]:

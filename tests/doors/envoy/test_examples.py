@@ -123,7 +123,7 @@ def test_a_company_s_agents_are_guarded() -> None:
         for address, file, headers in calls:
             send(made, address, (BODIES / file).read_bytes(), **headers)
             seen.append(made.loopguard.metric("loops_detected_total", policy="agents"))
-        rows = json.loads(made.loopguard.get("/loops")[1])["conversations"]
+        rows = made.loopguard.ask("/loops")["conversations"]
 
     assert provider["wire_api"] == "responses"
     assert seen == [1, 2]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from extproc.policy.presets import find_preset
-from tests.support.harness import Stack, eventually, stack
-from tests.support.servers import server
+from tests.support.harness import Stack, eventually
+from tests.support.stacks import open_before_model
 from tests.support.turn_writers import Did, as_chat
 from tests.support.usage import Model, Reply, whole
 
@@ -27,15 +27,8 @@ GOES_ON = as_chat([Did((("check", {}),), ("pending",))])
 @pytest.fixture(scope="module")
 def made() -> Iterator[tuple[Stack, Model]]:
     """Envoy before a model, two replicas, Valkey."""
-    model = Model()
-    preset = json.loads(Path(find_preset("agents")).read_text())
-    try:
-        with server() as valkey:
-            store = ("--store", f"redis://{valkey.address}")
-            with stack(preset, *store, replicas=2, upstream=model.address) as one:
-                yield one, model
-    finally:
-        model.stop()
+    with open_before_model(json.loads(Path(find_preset("agents")).read_text()), replicas=2) as opened:
+        yield opened
 
 
 def hang_up() -> bytes:

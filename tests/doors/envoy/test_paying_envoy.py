@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.documents import bundle
 from tests.support.harness import PATIENCE, Stack, envoy_version, eventually, stack
+from tests.support.stacks import open_before_model
 from tests.support.usage import CHAT_USAGE, DELTA, Model, Reply, stream, whole
 
 REJECT = [{"threshold_percent": 100, "action": "reject"}]
@@ -62,12 +63,8 @@ class Shop:
 @pytest.fixture(scope="module")
 def shop() -> Iterator[Shop]:
     """One for all tests."""
-    model = Model()
-    try:
-        with stack(POLICIES, upstream=model.address) as made:
-            yield Shop(made, model)
-    finally:
-        model.stop()
+    with open_before_model(POLICIES) as opened:
+        yield Shop(*opened)
 
 
 @pytest.mark.parametrize("headers", [{}, {"connection": "x-api-key", "x-api-key": "k"}, {"x-api-key": ""}])

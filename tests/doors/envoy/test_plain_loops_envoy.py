@@ -12,8 +12,8 @@ import pytest
 
 from extproc.policy.presets import find_preset
 from tests.support.documents import bundle
-from tests.support.harness import Stack, envoy_version, eventually, stack
-from tests.support.servers import server
+from tests.support.harness import Stack, envoy_version, eventually
+from tests.support.stacks import open_before_model
 from tests.support.usage import Model, whole
 
 pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: their costs are NOT tested")
@@ -33,18 +33,11 @@ def limited(identity: str, **unnamed: Any) -> dict[str, Any]:  # noqa: ANN401  #
 @pytest.fixture(scope="module")
 def made() -> Iterator[tuple[Stack, Model]]:
     """Envoy before a model, two replicas, Valkey: the preset `sessions`, and limits of what has no session."""
-    model = Model()
-    model.reply = whole(object="chat.completion", choices=[], usage={"prompt_tokens": 0, "completion_tokens": 0})
     preset = json.loads(Path(find_preset("sessions")).read_text())
     policies = bundle(preset, limited("steps", max_steps=SHARED), limited("money", max_cost_per_session=3.0))
-    try:
-        with (
-            server() as valkey,
-            stack(policies, "--store", f"redis://{valkey.address}", replicas=2, upstream=model.address) as one,
-        ):
-            yield one, model
-    finally:
-        model.stop()
+    with open_before_model(policies, replicas=2) as opened:
+        opened[1].reply = whole(object="chat.completion", choices=[], usage={"prompt_tokens": 0, "completion_tokens": 0})
+        yield opened
 
 
 def send(one: Stack, text: str, turns: int = 0, path: str = PATH, key: str = "k") -> int:

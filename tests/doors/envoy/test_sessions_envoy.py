@@ -124,7 +124,7 @@ class Bank:
     def order(self, *arguments: str) -> None:
         """Give an order by the command, and wait until it applies on both replicas."""
         known = self._read_orders()
-        asked = ("--admin", f"http://127.0.0.1:{self.made.loopguard._admin}", *self.credentials)
+        asked = ("--admin", self.made.loopguard.admin_url, *self.credentials)
         assert main([*arguments, *asked]) == 0
         eventually(lambda: (now := self._read_orders())[0] == now[1] != known[1], "the same order everywhere")
 

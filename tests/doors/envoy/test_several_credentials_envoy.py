@@ -56,7 +56,7 @@ def ask(made: Stack, path: str, secret: str, body: bytes = PROMPT) -> int:
 
 def order(made: Stack, **fields: Any) -> None:  # noqa: ANN401  # of an order
     """Give an order."""
-    connection = http.client.HTTPConnection("127.0.0.1", made.loopguard._admin, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", made.loopguard.admin_port, timeout=PATIENCE)
     try:
         headers = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
         connection.request("POST", "/overrides", json.dumps(fields).encode(), headers)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from fake_model import NAME, USER, Call, Script, fake_model
+from fake_model import NAME, USER, Call, Script
 from tool_agents import Job, Step, Turn
 
 from extproc.request.notes import OPENING
@@ -16,7 +16,6 @@ from tests.support.agents import ACTION, AGENTS, CHECK, DONE, Gate, again, bedro
 from tests.support.documents import bundle, policy
 from tests.support.extent import deepen
 from tests.support.frameworks import FRAMEWORKS, Errand
-from tests.support.harness import stack
 
 ELSEWHERE = Call("ask_colleague")
 STEERING = policy(
@@ -29,13 +28,7 @@ STEERING = policy(
     reject_status="auto",  # after 429 Vercel's SDK asks twice more
 )
 STEERING["spec"]["session"] = {"keys": [f"header:{USER}"]}  # Anthropic's tool runner leaves its history with the server
-
-
-@pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
-    """Envoy and Loopguard before a model."""
-    with fake_model() as model, stack(bundle(STEERING), upstream=f"127.0.0.1:{model.port}") as made:
-        yield Gate(made, model)
+POLICIES = bundle(STEERING)
 
 
 def streaming_agent(job: Job) -> Iterator[Turn]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
-from fake_model import USER, Answer, Call, fake_model, find_note
+from fake_model import USER, Answer, Call, find_note
 
 from tests.support.agents import DONE, Gate
 from tests.support.documents import bundle, policy
-from tests.support.harness import stack
 
 PATH = "/v1/chat/completions"
 MUTE = "/mute"
@@ -25,6 +24,9 @@ def steering(name: str, prefix: str, **more: object) -> dict[str, Any]:
     """A policy that adds notes, and refuses four turns later."""
     loop = {"similarity": "turns", "action": "steer", "escalate": {"reject": 7}, **more}
     return policy(name, {"pathPrefix": prefix}, **loop, limit_keys=[f"header:{USER}"])  # type: ignore[arg-type]  # a policy's keys
+
+
+POLICIES = bundle(steering("named", "/v1/"), steering("mute", f"{MUTE}/", steer_note="Stop: {what}."))
 
 
 class Trap(NamedTuple):
@@ -130,14 +132,6 @@ TRAPS: dict[str, Trap] = {
         lambda _: DONE,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
-    """Envoy and Loopguard before a model."""
-    policies = bundle(steering("named", "/v1/"), steering("mute", f"{MUTE}/", steer_note="Stop: {what}."))
-    with fake_model() as model, stack(policies, upstream=f"127.0.0.1:{model.port}") as made:
-        yield Gate(made, model)
 
 
 def play(gate: Gate, user: str, trap: Trap, path: str) -> tuple[int, list[str], str]:

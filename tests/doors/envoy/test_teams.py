@@ -38,7 +38,7 @@ class Teams:
 
     def tell(self, page: str) -> Any:  # noqa: ANN401  # JSON
         """A page of the admin port."""
-        return json.loads(self.made.loopguard.get(page)[1])
+        return self.made.loopguard.ask(page)
 
     def wait_for_refusals(self, number: int) -> None:
         """Wait until this many reloads have been refused."""

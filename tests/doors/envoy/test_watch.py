@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from tests.support.harness import Loopguard, Stack, envoy_version, eventually, stack
+from tests.support.harness import Stack, envoy_version, eventually, stack
 from tests.support.pages import list_loops
 
 pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy has no shadow mode partial: it is NOT tested")
@@ -42,17 +42,9 @@ def run_stuck_agent(url: str, api_key: str) -> None:
         ]
 
 
-def ask(replica: Loopguard, path: str) -> dict[str, Any]:
-    """What an admin page says."""
-    status, body = replica.get(path)
-    assert status == 200, body
-    report: dict[str, Any] = json.loads(body)
-    return report
-
-
 def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> None:
     """/loops has it, with what the preset would have done, and no request is touched."""
-    report = eventually(lambda: ask(watching.loopguard, "/loops") or None)
+    report = eventually(lambda: watching.loopguard.ask("/loops") or None)
 
     loops = [loop for loop in list_loops(report) if loop["tools"] == ["check"]]
     assert loops
@@ -140,7 +132,7 @@ def test_the_same_request_again_is_a_loop_of_its_key(watching: Stack, sdk: str) 
             send(f"http://127.0.0.1:{watching.envoy.port}", f"sk-{sdk.replace(' ', '-')}-{'one' if number % 7 < 5 else 'two'}")
 
     loops = [
-        loop for loop in list_loops(ask(watching.loopguard, "/loops")) if (loop["path"], loop["detector"]) == (path, "again")
+        loop for loop in list_loops(watching.loopguard.ask("/loops")) if (loop["path"], loop["detector"]) == (path, "again")
     ]
     assert [(loop["count"], loop["shadow"]) for loop in loops] == [(10, {"throttle": 6})]
     assert len(watching.upstream.seen) - before == 14
@@ -151,8 +143,8 @@ def test_everything_says_that_it_only_watches_and_how_to_enforce(watching: Stack
     """The log, /readyz, /policies, the page, `top` and `doctor`."""
     replica = watching.loopguard
     assert ENFORCE in replica.output()
-    assert ENFORCE in ask(replica, "/readyz")["watching"]
-    policies = ask(replica, "/policies")
+    assert ENFORCE in replica.ask("/readyz")["watching"]
+    policies = replica.ask("/policies")
     assert ENFORCE in policies["watching"]
     assert policies["modes"] == {"agents": "shadow"}
     assert "only watches" in replica.get("/")[1]
@@ -168,7 +160,7 @@ def test_a_server_with_a_policy_says_nothing_of_that() -> None:
     document = {"id": "p", "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["ip:address"]}}
     document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 5}  # type: ignore[index]
     with stack(document) as made:
-        assert "watching" not in ask(made.loopguard, "/readyz") | ask(made.loopguard, "/policies")
+        assert "watching" not in made.loopguard.ask("/readyz") | made.loopguard.ask("/policies")
         assert "only watches" not in made.loopguard.get("/")[1] + made.loopguard.output()
 
 

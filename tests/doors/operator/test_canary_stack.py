@@ -25,7 +25,7 @@ DOCUMENT = bundle(
 
 def url_of(guard: Loopguard) -> str:
     """Where a guard's admin port is asked."""
-    return f"http://127.0.0.1:{guard._admin}"
+    return guard.admin_url
 
 
 @pytest.fixture(scope="module")

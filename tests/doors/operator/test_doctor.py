@@ -94,7 +94,7 @@ def test_a_server_says_everywhere_which_build_it_is(made: Stack, capsys: pytest.
     """The start line of the log, `/readyz` and `doctor`; pure Python says what compiling gains."""
     doctor = Doctor(capsys, made.loopguard)
 
-    assert json.loads(made.loopguard.get("/readyz")[1])["build"] == doctor.reports[0]["build"] == BUILD
+    assert made.loopguard.ask("/readyz")["build"] == doctor.reports[0]["build"] == BUILD
     assert f"\nbuild: {describe_build()}\n" in doctor.text
     assert describe_build() in made.loopguard.output()
     assert describe_build("compiled") == "compiled"
@@ -170,10 +170,10 @@ def test_what_is_not_guarded_is_found_with_the_line_to_change(
 
 def test_what_no_policy_matches_is_counted(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     """A method that no selector takes leaves the request unmatched."""
-    before = ask(made.loopguard)["seen"]["unmatched"]
+    before = made.loopguard.ask("/coverage")["seen"]["unmatched"]
     made.send(CHAT)
 
-    seen = ask(made.loopguard)["seen"]
+    seen = made.loopguard.ask("/coverage")["seen"]
     assert seen["unmatched"] == before + 1
     assert seen["requests"] == seen["matched"] + seen["unmatched"]
     assert f"{seen['unmatched']} unmatched" in Doctor(capsys, made.loopguard).text
@@ -187,24 +187,16 @@ def test_what_a_policy_passes_over_on_purpose_is_no_problem(made: Stack, capsys:
     assert (found["level"], found["change"], found["text"]) == ("note", None, "match an entry of the policy's bypass")
 
 
-def ask(replica: Loopguard, path: str = "/coverage") -> dict[str, Any]:
-    """What an admin page says."""
-    status, body = replica.get(path)
-    assert status == 200, body
-    report: dict[str, Any] = json.loads(body)
-    return report
-
-
 def knows(replica: Loopguard, requests: int) -> bool:
     """Whether a replica knows of this many matched requests."""
-    return bool(ask(replica)["seen"]["matched"] == requests)
+    return bool(replica.ask("/coverage")["seen"]["matched"] == requests)
 
 
 def test_shares_add_up(made: Stack) -> None:
     """Every matched request is guarded, guarded in part, not guarded or exempt."""
     for _ in range(3):
         send(made, CHAT, **ANN)
-    report = ask(made.loopguard)
+    report = made.loopguard.ask("/coverage")
 
     for seen in (report["seen"], report["since_start"]):
         parts = [seen[name] for name in ("guarded", "partly_guarded", "not_guarded", "exempt")]
@@ -218,7 +210,7 @@ def test_no_empty_table_is_silent(made: Stack, capsys: pytest.CaptureFixture[str
     """`top`, `sessions`, the page and their JSON say how much was seen and guarded, and name the command that says more."""
     send(made, "/bypass/a")
     admin = ["--admin", made.loopguard.admin_url]
-    (seen,) = ask(made.loopguard, "/loops")["coverage"]
+    (seen,) = made.loopguard.ask("/loops")["coverage"]
     assert "guarded" in seen["line"]
     assert "see `loopguard doctor`" in seen["line"]
 
@@ -226,7 +218,7 @@ def test_no_empty_table_is_silent(made: Stack, capsys: pytest.CaptureFixture[str
     assert seen["line"] in flat(capsys)
     assert main(["sessions", *admin]) == 0
     assert seen["line"] in flat(capsys)
-    assert [each["seen"] for each in ask(made.loopguard, "/sessions")["coverage"]] == [seen["seen"]]
+    assert [each["seen"] for each in made.loopguard.ask("/sessions")["coverage"]] == [seen["seen"]]
     assert seen["line"].split(";")[0] in made.loopguard.get("/")[1]
 
 
@@ -280,7 +272,7 @@ def test_policies_that_are_not_in_force_are_a_problem(capsys: pytest.CaptureFixt
         send(made, CHAT, **ANN)
         made.write_policies("{")
 
-        eventually(lambda: ask(made.loopguard, "/policies")["refused"], "the refusal")
+        eventually(lambda: made.loopguard.ask("/policies")["refused"], "the refusal")
         doctor = Doctor(capsys, made.loopguard)
 
     assert doctor.code == 1

@@ -40,15 +40,15 @@ def test_agents_wait_while_their_tool_is_down(capsys: pytest.CaptureFixture[str]
         (*_, seen) = made.upstream.seen
         assert b"Tool failing: " in seen.body
         assert b"Wait before you try it again." in seen.body
-        report = json.loads(made.loopguard.get("/loops")[1])
+        report = made.loopguard.ask("/loops")
         (row,) = report["incidents"]
         assert (row["tool"], row["callers"], row["sessions"], row["not_refused"]) == ("crm.find", 3, 6, 3)
         for shown in (made.loopguard.get("/")[1], json.dumps(report)):
             assert "crm.find" in shown
             assert "4711" not in shown
-        assert main(["top", "--once", "--admin", f"http://127.0.0.1:{made.loopguard._admin}"]) == 0
+        assert main(["top", "--once", "--admin", made.loopguard.admin_url]) == 0
         assert re.search("^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE)
-        grouped = json.loads(made.loopguard.get("/loops")[1])
+        grouped = made.loopguard.ask("/loops")
         (incident,) = grouped["incidents"]
         assert (incident["sessions"], incident["requests"], len(incident["conversations"])) == (6, 6, 3)
         (left,) = grouped["conversations"]  # its tool has failed in two ways, the last time for it alone

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from extproc.cli.main import main
-from tests.doors.operator.test_kept_secrets import look_around
 from tests.support.documents import bundle, policy
 from tests.support.harness import eventually, stack
+from tests.support.pages import look_around
 
 HEADERS = [
     "ocp-apim-subscription-key", "x-litellm-api-key", "x-portkey-api-key", "cf-aig-authorization", "helicone-auth",

@@ -17,7 +17,8 @@ import pytest
 from extproc.cli.main import main
 from extproc.request.fingerprint import hash_tenant
 from tests.support.documents import bundle, policy
-from tests.support.harness import Stack, eventually, stack
+from tests.support.harness import eventually, stack
+from tests.support.pages import look_around
 from tests.support.servers import Server, server
 
 CHAT, MESSAGES, GEMINI, BEDROCK = (
@@ -31,18 +32,6 @@ CALLER = {"first_of": ["jwt:sub", "credential", "header:x-user-id"], "name": "ca
 KEYS = ["credential", *(f"header:{name}" for name in NAMES), "query:key"]
 ANY = {"pathPrefix": "/"}
 LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization", "query:key"]}
-PAGES = [
-    "/",
-    "/metrics",
-    "/loops",
-    "/sessions",
-    "/policies",
-    "/readyz",
-    "/coverage",
-    "/canary",
-    "/canary/states",
-    "/overrides",
-]
 
 CHAINS = policy("chains", ANY, limit_keys=[CALLER], similarity="turns", action="warn", count_failed=False, session={}, **LABELS)
 CHAINS["spec"] |= {"session_limits": {"max_steps": 50}, "unnamed_limits": {"max_steps": 50}}
@@ -120,19 +109,6 @@ def read_store(valkey: Server) -> Iterator[bytes]:
                 yield zlib.decompress(part)
 
 
-def look_around(made: Stack, events: Path) -> Iterator[tuple[str, bytes]]:
-    """What the replicas, Envoy and the commands tell, by where."""
-    for guard in made.replicas:
-        for page in PAGES + [f"/sessions/{run['session']}" for run in json.loads(guard.get("/sessions")[1])["sessions"]]:
-            for accept in ("*/*", "text/html"):
-                status, text = guard.get(page, accept=accept)
-                assert status == 200, (page, text)
-                yield f"{page} as {accept}", text.encode()
-        yield "Loopguard's log", guard.output().encode()
-    yield "the access log", made.envoy.output().encode()
-    yield "events", events.read_bytes()
-
-
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
 def test_no_secret_is_anywhere(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever shows callers is on; the secrets reach the upstream."""
@@ -147,7 +123,7 @@ def test_no_secret_is_anywhere(transport: str, capsys: pytest.CaptureFixture[str
             for path, headers in requests:
                 for _ in range(6):
                     made.send(path, method="POST", body=body, headers={**headers, "x-team": "blue"})
-            admin = ["--admin", f"http://127.0.0.1:{made.loopguard._admin}"]
+            admin = ["--admin", made.loopguard.admin_url]
             assert main(["block", *admin, "--token-file", str(tokens), "--caller", f"authorization=Bearer {secret}"]) == 0
             assert main(["block", *admin, "--token-file", str(tokens), "--caller", f"credential={secret}"]) == 0
 

@@ -70,7 +70,7 @@ def test_commands_on_the_page_run_as_printed(running: Stack) -> None:
 
     assert ask(running, "bob") == 200
     assert all(main(shlex.split(command)[1:]) == 0 for command in dict.fromkeys(list_commands(running.loopguard)))
-    assert f"--admin 127.0.0.1:{running.loopguard._admin}" in free
+    assert f"--admin 127.0.0.1:{running.loopguard.admin_port}" in free
 
 
 def test_localhost_is_the_server_s_own_address(running: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_localhost_is_the_server_s_own_address(running: Stack, monkeypatch: pyte
     resolve = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: resolve("::1" if host == "localhost" else host, *more))
 
-    assert main(["block", "--tool", "t", "--admin", f"localhost:{running.loopguard._admin}"]) == 0
+    assert main(["block", "--tool", "t", "--admin", f"localhost:{running.loopguard.admin_port}"]) == 0
 
 
 def test_a_vanished_token_file_asks_for_a_restart(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_the_token_goes_with_its_server(runtime: Path, tmp_path: Path) -> None:
     for server in servers:
         server.stop()
 
-    assert files.keys() == {server._admin for server in servers}
+    assert files.keys() == {server.admin_port for server in servers}
     assert len(set(files.values())) == 2
     assert list(runtime.iterdir()) == []
 
@@ -124,7 +124,7 @@ def test_without_a_safe_place_the_port_only_reads(
         runtime.mkdir(mode=0o755)
     server = Loopguard(tmp_path, *arguments)
     try:
-        assert main(["block", "--tool", "t", "--admin", f"http://localhost:{server._admin}"]) == (1 if arguments else 2)
+        assert main(["block", "--tool", "t", "--admin", f"http://localhost:{server.admin_port}"]) == (1 if arguments else 2)
         assert "This server takes no orders" in server.get("/", **BROWSER)[1]
         said = capsys.readouterr().err
         if arguments:

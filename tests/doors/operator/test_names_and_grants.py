@@ -55,7 +55,7 @@ class Night:
 
     def list_rows(self, page: str, name: str) -> list[dict[str, Any]]:
         """The rows of a page."""
-        rows: list[dict[str, Any]] = json.loads(self.made.loopguard.get(page)[1])[name]
+        rows: list[dict[str, Any]] = self.made.loopguard.ask(page)[name]
         return rows
 
     def run(self, command: str) -> int:

@@ -78,10 +78,10 @@ class Night:
 
     def count_loops(self) -> list[int]:
         """How many conversations each replica knows of."""
-        return [len(json.loads(replica.get("/loops")[1])["conversations"]) for replica in self.made.replicas]
+        return [len(replica.ask("/loops")["conversations"]) for replica in self.made.replicas]
 
     def _list_loops(self) -> list[list[dict[str, Any]]]:
-        return [list_loops(json.loads(replica.get("/loops")[1])) for replica in self.made.replicas]
+        return [list_loops(replica.ask("/loops")) for replica in self.made.replicas]
 
     def count_orders(self) -> list[float]:
         """The number of orders that apply on each replica."""
@@ -115,7 +115,7 @@ def night() -> Iterator[Night]:
         events = ("--events", told.url, "--events-ca", str(authority))
         flags = ("--store", f"redis://{valkey.address}", "--admin-token-file", str(tokens), "--show-callers", *events)
         with stack(POLICIES, *flags, replicas=2) as made:
-            asked = ["--admin", f"http://127.0.0.1:{made.replicas[0]._admin}", "--token-file", str(tokens)]
+            asked = ["--admin", made.replicas[0].admin_url, "--token-file", str(tokens)]
             yield Night(made, valkey, told, flags, asked)
             for replica in made.replicas:
                 replica.stop()
@@ -238,7 +238,7 @@ def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
     for number in (0, 1):
         fresh = night.restart(number)
         assert fresh.get("/overrides")[1] == orders[number]
-    night.asked[1] = f"http://127.0.0.1:{night.made.replicas[0]._admin}"
+    night.asked[1] = night.made.replicas[0].admin_url
 
     eventually(
         lambda: [loops.get("stubborn", {}).get("refused") for loops in night.read_loops()] == [8, 8], "all that was refused"

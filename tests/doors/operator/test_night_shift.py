@@ -67,7 +67,7 @@ class Shift(Scene):
 
     def list_orders(self) -> list[set[str]]:
         """The names of the orders that apply on each replica."""
-        documents = [json.loads(replica.get("/overrides")[1]) for replica in self.made.replicas]
+        documents = [replica.ask("/overrides") for replica in self.made.replicas]
         return [{order["override"] for order in document["overrides"]} for document in documents]
 
 
@@ -82,7 +82,7 @@ def made() -> Iterator[tuple[Stack, dict[str, str]]]:
             # `loopguard` is found as in a shell where it is installed; the second replica is asked, which has not seen it all.
             environment = {
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "LOOPGUARD_ADMIN": f"127.0.0.1:{parts.replicas[1]._admin}",
+                "LOOPGUARD_ADMIN": f"127.0.0.1:{parts.replicas[1].admin_port}",
                 "LOOPGUARD_ADMIN_TOKEN_FILE": str(tokens),
             }
             yield parts, environment

@@ -105,7 +105,7 @@ def test_a_looper_that_two_policies_see_is_one_row(night: Stack) -> None:
         assert sum(loop["requests"] for loop in stuck["loops"]) == 6 + 4
         command = f"loopguard allow --caller {stuck['caller']}"
         assert command in replica.get("/")[1]
-        asked = ["top", "--once", "--commands", "--admin", f"http://127.0.0.1:{replica._admin}"]
+        asked = ["top", "--once", "--commands", "--admin", replica.admin_url]
         with redirect_stdout(io.StringIO()) as printed:
             assert main(asked) == 0
         assert "of 2 loops active, 2 callers; 2 replicas" in printed.getvalue()

@@ -33,11 +33,11 @@ class Running:
         self.socket = folder / "admin.sock"
         write_policies(folder, bundle(policy("p", {"pathPrefix": "/"}, **USER)))
         self.loopguard = Loopguard(folder, "--admin-socket", str(self.socket), *arguments)
-        self.url = f"http://127.0.0.1:{self.loopguard._admin}"
+        self.url = self.loopguard.admin_url
 
     def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """Status and document of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.loopguard._admin, timeout=PATIENCE)
+        connection = http.client.HTTPConnection("127.0.0.1", self.loopguard.admin_port, timeout=PATIENCE)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, data, headers or {})
@@ -118,7 +118,7 @@ def test_without_a_credential_nothing_can_be_changed(running: Running, case: str
 
 def test_a_browser_is_not_asked_to_send_anything(running: Running) -> None:
     """Before a page may send a header of its own a browser asks, and nothing allows it."""
-    connection = http.client.HTTPConnection("127.0.0.1", running.loopguard._admin, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", running.loopguard.admin_port, timeout=PATIENCE)
     connection.request("OPTIONS", "/overrides", headers={"origin": "http://evil", "access-control-request-method": "POST"})
 
     answer = connection.getresponse()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from extproc.engine.ramp import Ramp
@@ -75,7 +74,7 @@ def test_who_is_out_gets_what_it_would_get_without_the_policy() -> None:
         watched = [made.send("/warned", headers={USER: outsider}) for _ in range(4)]
         seen = [request for request in made.upstream.seen if request.target == "/warned"]
         made.write_policies(bundle(ramped(50)["policies"][1]))
-        eventually(lambda: "p" not in json.loads(made.loopguard.get("/policies")[1])["modes"], "the policy's end")
+        eventually(lambda: "p" not in made.loopguard.ask("/policies")["modes"], "the policy's end")
         alone = made.send("/warned", headers={USER: outsider})
         seen_alone = made.upstream.seen[-1]
 

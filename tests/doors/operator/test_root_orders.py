@@ -41,7 +41,7 @@ class Running(NamedTuple):
 
     def order(self, kind: str, root: str) -> int:
         """Give an order to the first replica; the exit code of the command."""
-        admin = f"http://127.0.0.1:{self.stack.loopguard._admin}"
+        admin = self.stack.loopguard.admin_url
         return main([kind, "--session", f"{ROOT_KEY}={root}", "--admin", admin, "--token-file", str(self.tokens)])
 
     def ask(self, policy: str, root: str, agent: str = "") -> int:

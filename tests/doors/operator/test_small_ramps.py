@@ -43,7 +43,7 @@ def test_policy_that_acts_on_none_of_few_callers_is_reported(capsys: pytest.Capt
     with stack(policies) as made:
         for user in find_users(inside=False, count=3):
             made.send("/a", headers={USER: user})
-        told = eventually(lambda: json.loads(made.loopguard.get("/coverage")[1])["findings"], "findings")
+        told = eventually(lambda: made.loopguard.ask("/coverage")["findings"], "findings")
         code, doctor = run(capsys, made, "doctor")
         _, canary = run(capsys, made, "canary", "status")
         made.send("/a", headers={USER: find_users(inside=True, count=1)[0]})

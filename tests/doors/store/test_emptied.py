@@ -35,7 +35,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[Server, Loopguard, Path]]:
 
 def list_findings(guard: Loopguard, reason: str) -> list[str]:
     """The levels of the findings with a reason."""
-    found = json.loads(guard.get("/coverage")[1])["findings"]
+    found = guard.ask("/coverage")["findings"]
     return [each["level"] for each in found if each["reason"] == reason]
 
 
@@ -56,7 +56,7 @@ def test_an_emptied_store_is_told_everywhere(
     assert eventually(lambda: "io.loopguard.store.emptied.v1" in events.read_text())
     assert "loopguard_store_emptied_total 1.0" in guard.get("/metrics")[1]
     assert EMPTIED in guard.get("/coverage")[1]
-    assert EMPTIED in json.loads(guard.get("/loops")[1])["coverage"][0]["line"]
+    assert EMPTIED in guard.ask("/loops")["coverage"][0]["line"]
     assert main(["doctor", "--admin", guard.admin_url]) == 1
     assert EMPTIED in capsys.readouterr().out
     assert one.client().get("loopguard:secret:epoch:0") not in (None, kept)

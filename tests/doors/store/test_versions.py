@@ -7,9 +7,9 @@ from typing import Any
 from extproc.store.rules.chain import Trail
 from extproc.store.rules.take_back import take_from_chain
 from extproc.store.rules.tree import AgentLimits
-from tests.doors.store.rules import test_budget, test_chain
-from tests.support.budgets import make_breaker, make_bucket, make_period
-from tests.support.chains import Model, Sent, make_link
+from tests.support.budgets import ask_store as ask_budgets
+from tests.support.budgets import make_breaker, make_bucket, make_period, shown
+from tests.support.chains import Model, Sent, ask_store, make_link
 from tests.support.ledger import limit, tell
 from tests.support.servers import Driver, server
 from tests.support.trees import ask_in_tree
@@ -28,17 +28,17 @@ def ask_all(store: Driver, number: int) -> list[Any]:
     """What is answered to a request about every kind of packed value."""
     budgets = [make_bucket(), make_period(), make_breaker()]
     [standing] = store.account([ask_in_tree(number, 1, AgentLimits(), session=limit(max_sessions=1))], NOW)
-    settled = test_budget.ask(store, [make_bucket().settle(2, NOW, "a")], NOW)
+    settled = ask_budgets(store, [make_bucket().settle(2, NOW, "a")], NOW)
     return [
         [
             (count.count, count.looping)
             for count in store.count([make_hit("sliding_ttl", key="a"), make_hit("fixed", key="b")], NOW)
         ],
         store.push([make_push("a", str(number))], NOW),
-        test_chain.ask(store, LINKS[number], NOW),
+        ask_store(store, LINKS[number], NOW),
         (tell(standing), standing.crowded, standing.tree),
         [store.find_root(agent * 16, parent * 16, now=NOW) for agent, parent in ((f"{number}", "b"), ("b", "c"))],
-        [test_budget.shown(taken) for taken in [*test_budget.ask(store, budgets, NOW), *settled]],
+        [shown(taken) for taken in [*ask_budgets(store, budgets, NOW), *settled]],
     ]
 
 

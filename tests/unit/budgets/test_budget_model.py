@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.memory import MemoryStore
-from tests.support.budget_policies import Clock, ask, chat, limited, refused, rule
+from tests.support.budget_policies import Clock, ask, chat, limited, refused, rule, tell
 from tests.support.service import headers_of, make_service
-from tests.unit.budgets.test_budget_settlements import tell
 
 SPANS = {"5m": timedelta(minutes=5), "1h": timedelta(hours=1), "1d": timedelta(days=1), "7d": timedelta(days=7)}
 DEFAULT_ANSWER = 1_000

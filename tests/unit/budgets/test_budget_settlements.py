@@ -15,26 +15,18 @@ from extproc.ext_proc.access_log import read_message
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.transaction import Later, Reply
-from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
 from tests.support.access_logs import make_record, write_lines
-from tests.support.budget_policies import CHAT, REJECT, ask, bucket, chat, limited, refused, rule, serve
+from tests.support.budget_policies import CHAT, REJECT, ask, bucket, chat, limited, refused, rule, serve, tell
 from tests.support.documents import bundle
 from tests.support.envoy_logs import log
 from tests.support.messages import headers
 from tests.support.orders import apply_orders, order
+from tests.support.replaying import Replayed
 from tests.support.service import FailingStore, make_service, metadata_of, sample
-from tests.unit.cli.test_replay import Replayed
 
 LLM = rule("token_bucket_llm", tokens_per_minute=10_000, tokens_per_day=1_000_000)
-
-
-def tell(service: Service, answer: ProcessingResponse, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
-    """What Envoy logs about a request that was answered so."""
-    sessions = json.loads(metadata_of(answer)["sessions"])
-    for read in read_message(log({"sessions": sessions, **entry}))[0]:
-        service.settle_entry(read)
 
 
 def left(service: Service) -> int:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.coverage_report import ServerState, make_report
+from extproc.operator.admin.coverage_report import make_report
 from extproc.operator.board import View
 from tests.support.budget_policies import CHAT, ask, bucket, chat, limited, refused, rule, serve
 from tests.support.bundles import check
 from tests.support.messages import headers
+from tests.support.pages import STATE
 from tests.support.service import decoded, exchange, sample
 
-STATE = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0)
 USER = ["header:x-user-id"]
 BREAKER = {"enabled": True, "spend_rate_threshold_per_minute": 4}
 LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 30}

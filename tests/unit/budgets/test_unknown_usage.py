@@ -10,13 +10,12 @@ from extproc.ext_proc.service import Service
 from extproc.operator.admin.coverage_report import make_report
 from extproc.operator.board import View
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from tests.support.budget_policies import CHAT, REJECT, ask, chat, limited, refused, rule, serve
+from tests.support.budget_policies import CHAT, REJECT, ask, chat, limited, refused, rule, serve, tell
 from tests.support.bundles import check
 from tests.support.messages import body, headers
+from tests.support.pages import STATE
 from tests.support.service import decoded, exchange, metadata_of, sample
 from tests.support.session_limits import status
-from tests.unit.budgets.test_budget_settlements import tell
-from tests.unit.budgets.test_paying import STATE
 
 DAY: dict[str, Any] = {"period": "1d", "staged_actions": REJECT}
 TOKENS = rule("cost_based", budget=10_000, cost_key="usage:tokens", **DAY)

@@ -7,7 +7,6 @@ import io
 import json
 import random
 import tracemalloc
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.support.access_logs import START, USER, make_record, write_lines
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
+from tests.support.replaying import Replayed
 from tests.support.service import decoded, exchange, make_service, metadata_of
 from tests.support.turn_writers import Did, as_chat
 
@@ -34,38 +34,6 @@ def make_sums(text: str) -> dict[str, object]:
     found = NO_BODY.plus(text.encode())
     sums = {"body_crc32": write_crc32(found.crc32), "body_adler32": write_crc32(found.adler32)}
     return {"body_bytes": found.length, **sums}
-
-
-class Replayed:
-    """One run of the command: exit code, JSON document, and what was said on stderr."""
-
-    def __init__(
-        self,
-        folder: Path,
-        capsys: pytest.CaptureFixture[str],
-        log: bytes | Mapping[str, bytes],
-        *flags: str,
-        policies: object = None,
-    ) -> None:
-        """Write the log, or several, and replay them."""
-        files = log if isinstance(log, Mapping) else {"access.log": log}
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-        document = policies or bundle(policy("p", ANY, **USER))
-        (folder / "policies.json").write_text(json.dumps(document))
-        arguments = ["--policy", str(folder / "policies.json"), "--json", *flags, *(str(folder / name) for name in files)]
-        self.code = main(["replay", *arguments])
-        printed = capsys.readouterr()
-        self.error = printed.err.replace(f"{folder}/", "")
-        self.document: dict[str, Any] = json.loads(printed.out) if printed.out else {}
-
-    def find(self, name: str = "p") -> dict[str, Any]:
-        """What became of a policy."""
-        return next(item for item in self.document["policies"] if item["policy"] == name)
-
-    def list_problems(self) -> dict[str, int]:
-        """How many lines had which problem."""
-        return {kind: problem["lines"] for kind, problem in self.document["log"]["problems"].items()}
 
 
 def test_a_log_with_bodies_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

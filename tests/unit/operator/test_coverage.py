@@ -10,7 +10,7 @@ import pytest
 
 from extproc.engine.evaluation import Evaluation
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.coverage_report import ServerState, describe_coverage, make_report
+from extproc.operator.admin.coverage_report import describe_coverage, make_report
 from extproc.operator.board import View, unpack_all
 from extproc.operator.coverage import WINDOW_SECONDS, Coverage
 from extproc.operator.coverage_rows import CoverageDocument, CoverageRow
@@ -18,11 +18,11 @@ from extproc.request.http import HttpRequest, StatedFacts
 from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.support.documents import policy
 from tests.support.messages import body, headers
+from tests.support.pages import STATE
 from tests.support.service import exchange, make_service
 
 ANY = {"pathPrefix": "/"}
 BY_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "missing_descriptor": "require_one"}
-STATE = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0)
 
 
 def describe(*services: Service) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 
 from extproc.ext_proc.stream import Stream
-from extproc.store.rules.budget import Take, Taken
+from extproc.store.rules.budget import Taken
 from tests.support.budget_policies import bucket, limited, refused
 from tests.support.budgets import (
     CASES,
@@ -19,11 +18,13 @@ from tests.support.budgets import (
     REQUESTS,
     Model,
     Sent,
+    ask_store,
     list_asked,
     make_breaker,
     make_bucket,
     make_period,
     make_takes,
+    shown,
 )
 from tests.support.messages import body, headers
 from tests.support.records import replace
@@ -32,32 +33,11 @@ from tests.support.service import decoded, make_service, sample
 from tests.support.windows import make_hit
 
 
-def ask(store: Driver, takes: Sequence[Take], now: int | None) -> list[Taken]:
-    """What one request asks, or its settlements, whether the store answers at once or later."""
-
-    async def answered() -> Any:  # noqa: ANN401  # answers
-        return await ask_later(store, takes, now)
-
-    return list(store.run(answered()))
-
-
-async def ask_later(store: Driver, takes: Sequence[Take], now: int | None) -> Any:  # noqa: ANN401  # answers
-    """The same on the loop."""
-    named = [replace(take, key=store.name(take.key), marker=store.name(take.marker) if take.marker else "") for take in takes]
-    answer = store.store.hit(named, now)
-    return await answer if inspect.isawaitable(answer) else answer
-
-
-def shown(taken: Taken) -> tuple[bool, bool, int, int]:
-    """An answer as the cases have it."""
-    return taken.granted, taken.fits, taken.left, taken.wait_ms
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_budgets_are_kept(store: Driver, case: str) -> None:
     """Each case, step by step."""
     for asked, expected in CASES[case]:
-        answers = ask(store, asked.takes, asked.now)
+        answers = ask_store(store, asked.takes, asked.now)
         assert [shown(answer) for answer in answers if not asked.takes[0].settles] == expected
 
 
@@ -69,9 +49,9 @@ def test_budgets_are_as_the_documents_say(opened: Driver, sent: list[Sent]) -> N
     for place, request in enumerate(sent):
         now += request.gap
         for settlement in list_asked(sent, answers, place, now):
-            assert ask(store, [settlement], now)[0].granted is model.settle(settlement, now)
+            assert ask_store(store, [settlement], now)[0].granted is model.settle(settlement, now)
         takes = make_takes(request)
-        answers.append(ask(store, takes, now))
+        answers.append(ask_store(store, takes, now))
         assert [shown(answer) for answer in answers[-1]] == model.ask(takes, now)
 
 
@@ -93,21 +73,21 @@ def test_requests_side_by_side_never_take_more_than_there_is(store: Driver) -> N
     assert len(granted) == 33
     assert all(answer[1].granted is answer[2].granted for answer in answers)
     assert sorted(answer[0].count for answer in answers) == list(range(1, 201))
-    assert ask(store, takes, NOON)[1].left == 50 - 33
+    assert ask_store(store, takes, NOON)[1].left == 50 - 33
 
 
 def test_settlements_of_one_round_trip_may_or_may_not_have_markers(store: Driver) -> None:
     """Those with a marker count once, in one call and in another; the others each time."""
     bucket, period, breaker = make_bucket(9), make_period(9), make_breaker(9)
-    ask(store, [bucket, period, breaker], NOON)
+    ask_store(store, [bucket, period, breaker], NOON)
     settlements = [bucket.settle(2, NOON, "a"), period.settle(3, NOON), breaker.settle(4, NOON, "b")]
 
-    first = ask(store, settlements, NOON)
-    again = ask(store, settlements, NOON)
+    first = ask_store(store, settlements, NOON)
+    again = ask_store(store, settlements, NOON)
 
     assert [answer.granted for answer in first] == [True, True, True]
     assert [answer.granted for answer in again] == [False, True, False]
-    assert [taken.left for taken in ask(store, [make_bucket(0), make_period(0), make_breaker(0)], NOON)] == [3, 7, 5]
+    assert [taken.left for taken in ask_store(store, [make_bucket(0), make_period(0), make_breaker(0)], NOON)] == [3, 7, 5]
 
 
 def test_what_one_rule_refuses_costs_no_other_rule(store: Driver) -> None:
@@ -137,7 +117,7 @@ def test_what_one_rule_refuses_costs_no_other_rule(store: Driver) -> None:
 
 def test_the_time_is_the_calendars(store: Driver) -> None:
     """Without an argument, periods begin when the calendar says so."""
-    (first,) = ask(store, [make_period(1)], None)
+    (first,) = ask_store(store, [make_period(1)], None)
 
     assert first.granted
     assert first.start % 300_000 == 0

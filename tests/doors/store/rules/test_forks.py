@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from extproc.detectors.chain import ChainPlace, ShownMessage
 from extproc.store.rules.chain import ChainLink
-from tests.doors.store.rules.test_chain import ask
-from tests.support.chains import CHAINS, Model
+from tests.support.chains import CHAINS, Model, ask_store
 from tests.support.servers import Driver
 
 NODES = ("a", "b", "c")
@@ -31,13 +30,13 @@ def test_a_store_names_forks_as_the_definition_does(opened: Driver, asked: list[
     for number, (shown, entry, gap) in enumerate(asked, 1):
         now += gap
         link = make_link(shown, entry, number.to_bytes(8))
-        assert ask(store, link, now) == model.ask(link, now), (shown, entry)
+        assert ask_store(store, link, now) == model.ask(link, now), (shown, entry)
 
 
 def test_each_fork_has_a_name_of_its_own(store: Driver) -> None:
     """The first request at a node goes on with the conversation, the others are named by what they end in."""
-    begun = ask(store, make_link([], b"", b"N" * 8), 1).name
-    names = [ask(store, make_link(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2]
+    begun = ask_store(store, make_link([], b"", b"N" * 8), 1).name
+    names = [ask_store(store, make_link(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2]
 
     assert begun == b"N" * 8
     assert names[:3] == [begun, *ENTRIES[2:4]]

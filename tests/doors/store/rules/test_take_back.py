@@ -10,8 +10,7 @@ import pytest
 from extproc.store.rules.chain import MAX_RETRIES
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY, TakeBack
 from extproc.store.rules.windows import Hit
-from tests.doors.store.rules.test_chain import ask
-from tests.support.chains import Sent, make_link
+from tests.support.chains import Sent, ask_store, make_link
 from tests.support.servers import Driver
 from tests.support.windows import make_hit
 
@@ -64,10 +63,10 @@ def test_a_cooldown_stays(store: Driver, window_type: str) -> None:
 def test_a_retry_is_taken_back_from_its_conversation(store: Driver) -> None:
     """However often a request fails, it is no turn; from then on it has its three retries."""
     link = make_link(Sent("u", ("a",), "x"))
-    ask(store, make_link(Sent("u", (), "")), 0)
+    ask_store(store, make_link(Sent("u", (), "")), 0)
 
     def repeat(now: int) -> int:
-        return len(ask(store, link, now).entries)
+        return len(ask_store(store, link, now).entries)
 
     assert repeat(1) == 1
     for now in range(2, 12):

@@ -1,0 +1,56 @@
+"""Tests come in through doors: what they still know of the inside of the package is listed, and these lists only shrink."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.support.inside import FIELDS, IMPORTED, READERS, count_private, find_imported, find_test_imports, read_tests
+
+FILES = read_tests()
+
+
+def test_tests_import_the_listed_modules_alone() -> None:
+    """A module that is new here is reached through a door; one that is imported no more leaves the list."""
+    found = set().union(*map(find_imported, FILES.values()))
+    listed = {f"{room}/{name}" if room else name for room, names in IMPORTED.items() for name in names.split()}
+
+    assert (sorted(found - listed), sorted(listed - found)) == ([], [])
+
+
+def test_private_attributes_are_read_where_listed_alone() -> None:
+    """No file reads more of them than are listed; one that reads fewer has its number lowered."""
+    found = {path: number for path, tree in FILES.items() if (number := count_private(tree))}
+
+    assert found == READERS
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """What tests share is in tests/support."""
+    assert {path: found for path, tree in FILES.items() if (found := find_test_imports(tree))} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "private", "imported", "shared"),
+    [
+        ("thing._inside", 1, set(), []),
+        ("thing._inside._more", 2, set(), []),
+        ("self._inside, cls._inside, thing.__class__", 0, set(), []),
+        (f"thing.{FIELDS[0]}()", 0, set(), []),
+        ("patch.setattr(thing, '_inside', 1)", 1, set(), []),
+        ("patch.setattr(thing, 'outside', '_')", 0, set(), []),
+        ("from extproc.settings import _inside, Settings", 1, {"settings"}, []),
+        ("from extproc.policy import loader", 0, {"policy/loader"}, []),
+        ("import extproc.cli.main", 0, {"cli/main"}, []),
+        ("from tests.unit.test_logs import find", 0, set(), ["tests.unit.test_logs.find"]),
+        ("from tests.unit import test_logs", 0, set(), ["tests.unit.test_logs"]),
+        ("import tests.unit.test_logs", 0, set(), ["tests.unit.test_logs"]),
+        ("from tests.support.messages import body", 0, set(), []),
+    ],
+)
+def test_what_is_counted(source: str, private: int, imported: set[str], shared: list[str]) -> None:
+    """Reads, writes and imports, whatever their form."""
+    tree = ast.parse(source)
+
+    assert (count_private(tree), find_imported(tree), find_test_imports(tree)) == (private, imported, shared)
