@@ -89,7 +89,7 @@ class BuildHook(BuildHookInterface[Any]):
         return COMPILERS if self._compiles() else []
 
     def _compiles(self) -> bool:
-        return self.target_name == "wheel" and os.environ.get("LOOPGUARD_COMPILED") == "1"
+        return self.target_name == "wheel" and os.environ.get("LOOPGUARD_COMPILED", "0") not in ("", "0")
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Make what git does not hold, before any file is collected."""
