@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,19 @@ def test_a_probe_finds_what_only_looks_guarded(capsys: pytest.CaptureFixture[str
 
     assert "chat" in tell_unguarded(found)["HTTP/1.1, large body, chunked"]
     assert found["HTTP/1.1"] == ("guarded", "counted by chat")
+
+
+def test_probe_tries_a_path_of_each_selected_api(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A listener without a path is probed on the paths of the policies."""
+    document = bundle(policy("local", {"apis": ["ollama"]}, limit_keys=["header:x-user-id"]))
+    file = tmp_path / "policies.json"
+    file.write_text(json.dumps(document))
+    with stack(document) as running:
+        listener, admin = f"http://127.0.0.1:{running.envoy.port}", running.loopguard.admin_url
+        main(["check-envoy", "--probe", listener, "--loopguard", admin, "--policy", str(file), "--json", *USER])
+
+    found = {each["request"]: (each["path"], each["verdict"]) for each in json.loads(capsys.readouterr().out)["probes"]}
+    assert found["HTTP/1.1"] == ("/api/chat", "guarded")
 
 
 def switch_protocols(client: socket.socket) -> None:

@@ -184,6 +184,9 @@ def test_a_namespace_is_compared_within_itself() -> None:
         ({"routes": ["r"]}, {"routes": ["s"]}, False),
         ({"routes": ["r"]}, {"pathPrefix": "/"}, False),
         ({"routes": ["r"], "pathPrefix": "/"}, {"pathPrefix": "/a", "routes": ["r"]}, True),
+        ({"apis": "any"}, {"pathPrefix": "/a"}, True),
+        ({"apis": "any"}, {"apis": ["openai"], "pathPrefix": "/a"}, True),
+        ({"apis": ["ollama"]}, {"apis": ["openai"]}, False),
     ],
 )
 def test_overlaps_are_found(one: dict[str, Any], other: dict[str, Any], meet: object) -> None:
