@@ -1,21 +1,17 @@
-"""The guard's own work for one request, step by step in the order of a request, without any transport."""
+"""What one request costs in the service, without any transport."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
-from time import perf_counter_ns, time
+from time import time
 
 from extproc.engine.engine import Engine
 from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target, hash_descriptor
-from extproc.ext_proc.changes.changes import UNCHANGED
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.wire import parse_message, read_request
 from extproc.pb.external_processor_pb2 import ProcessingRequest
-from extproc.request.fingerprint import NO_BODY
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, cpu_us, difference, interleaved
@@ -29,21 +25,6 @@ _SESSION_STEPS = 20
 _CALLS = (5, 20)
 _AROUND = 3
 """Of a number of calls: this many more and less are taken together."""
-
-_STEPS = {
-    "parse the headers": False,
-    "read the headers": False,
-    "match policies, read descriptors": True,
-    "parse the body": False,
-    "checksums of the body": True,
-    "fingerprint and key": True,
-    "count": True,
-    "decide": True,
-    "metrics and log": False,
-    "encode": True,
-}
-"""In the order of a request; True: the guard's own work, False: decoding and reporting, for information."""
-
 
 class _Fixture:
     """Distinct requests, and the work to be timed on all of them; every round counts in a store of its own."""
@@ -97,49 +78,6 @@ class _Fixture:
                 parse(body)
 
         return at_one_clock(lambda: cpu_us(work, self.count))
-
-    def steps(self) -> list[float]:
-        """The median of every step, in microseconds.
-
-        All steps of one request, then the next request: a step that runs alone in a loop takes half the time, because the
-        processor then predicts its every branch.
-        """
-        serving = samples.service(self.engine)
-        clocks = [self._clock(serving, *pair) for pair in self.pairs]
-        _check_all_counted(serving, self.count)
-        spent = [[end - start for start, end in pairwise(clock)] for clock in clocks]
-        return [median(step) / 1000 for step in zip(*spent, strict=True)]
-
-    def _clock(self, serving: Service, headers: bytes, body: bytes) -> list[int]:
-        """One request as a stream treats it; the clock before the first step and after each."""
-        now, parse, stream = perf_counter_ns, parse_message, Stream(serving)
-        clock = [now()]
-        message = parse(headers)
-        clock.append(now())
-        request = read_request(message)
-        clock.append(now())
-        check = self.engine.prepare(request)
-        clock.append(now())
-        message = parse(body)
-        clock.append(now())
-        sums = NO_BODY.plus(message.body)
-        clock.append(now())
-        if check is None:
-            raise RuntimeError("the request meets no policy")
-        check.read_body(sums)
-        clock.append(now())
-        counts = serving.counting.count(check.enforcing)
-        clock.append(now())
-        if not isinstance(counts, list):
-            raise TypeError("counts in memory are there at once")
-        decision = check.decide(counts)
-        clock.append(now())
-        serving.reporter.report(check, decision)
-        clock.append(now())
-        stream._transaction._encode("request_body", check, decision, UNCHANGED)
-        clock.append(now())
-        stream.close()
-        return clock
 
 
 class _Agents:
@@ -206,14 +144,12 @@ def _check_all_counted(serving: Service, count: int) -> None:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure the steps one by one, then whole streams compared with parsing alone."""
+    """Measure whole streams, compared with parsing alone and with one another."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)  # as the server does once it listens
     fixture = _Fixture(500 if quick else 2_000)
     rounds = 7 if quick else 25
-    progress("engine: step by step", 1, 3)
-    spent = [median(step) for step in zip(*(fixture.steps() for _ in range(rounds)), strict=True)]
-    progress("engine: whole streams", 2, 3)
+    progress("engine: whole streams", 1, 2)
     overrides = _make_overrides()
     works = {
         "whole": fixture.whole,
@@ -225,14 +161,10 @@ def run(*, quick: bool) -> list[Row]:
         "parsing": fixture.parsing,
     }
     found = interleaved(rounds, works)
-    progress("engine: agents", 3, 3)
+    progress("engine: agents", 2, 2)
     agents = _measure_agents(50 if quick else 200, _CALLS)
-    steps = list(zip(_STEPS.items(), spent, strict=True))
-    own = sum(time for (_, counted), time in steps if counted)
     return [
-        Row("own work per request", own, "us", _LIMIT_US, "the steps marked *"),
-        *(Row(f"  {'*' if counted else ' '} {name}", time, "us") for (name, counted), time in steps),
-        Row("whole stream beyond parsing", difference(found, "whole", "parsing"), "us", note="with dispatch and metrics"),
+        Row("own work per request", difference(found, "whole", "parsing"), "us", _LIMIT_US, "a whole stream beyond parsing"),
         Row(
             "1,000 overrides: extra cost",
             difference(found, "overridden", "whole"),

@@ -21,7 +21,9 @@ from statistics import median
 from time import perf_counter
 
 from extproc.engine.engine import Engine
-from extproc.server import SWITCH_SECONDS, Server
+from extproc.metrics import Metrics
+from extproc.reload import Reloader
+from extproc.server import SWITCH_SECONDS
 from extproc.settings import Settings
 from tests.bench import samples
 from tests.bench.processes import run_module
@@ -91,15 +93,16 @@ def _write(directory: Path, files: int, policies: int, version: int) -> None:
 async def measure(directory: Path, files: int, policies: int, changes: int) -> dict[str, float]:
     """Reload `changes` times and watch the loop."""
     _write(directory, files, policies, 1)
-    server = Server(Settings(policy=(str(directory),)))
+    reloader = Reloader(Settings(policy=(str(directory),)), Metrics())
+    serving = samples.service(reloader.engine)
     gc.freeze()  # as the server does once it listens
     ticker, swapped = Ticker(), asyncio.Event()
 
     def swap(engine: Engine) -> None:
-        server._swap(engine)
+        serving.follow(engine)
         swapped.set()
 
-    tasks = [asyncio.create_task(ticker.run()), asyncio.create_task(server._reloader.watch(swap))]
+    tasks = [asyncio.create_task(ticker.run()), asyncio.create_task(reloader.watch(swap))]
     await asyncio.sleep(_SETTLE)
     idle = []
     stalls: dict[float, list[float]] = {SWITCH_SECONDS: [], sys.getswitchinterval(): []}

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.support.inside import FIELDS, IMPORTED, READERS, count_private, find_imported, find_test_imports, read_tests
+from tests.support.inside import IMPORTED, PUBLIC, READERS, count_private, find_imported, find_test_imports, read_tests
 
 FILES = read_tests()
 
@@ -37,7 +37,7 @@ def test_no_module_imports_a_test_module() -> None:
         ("thing._inside", 1, set(), []),
         ("thing._inside._more", 2, set(), []),
         ("self._inside, cls._inside, thing.__class__", 0, set(), []),
-        (f"thing.{FIELDS[0]}()", 0, set(), []),
+        (f"thing.{PUBLIC[0]}()", 0, set(), []),
         ("patch.setattr(thing, '_inside', 1)", 1, set(), []),
         ("patch.setattr(thing, 'outside', '_')", 0, set(), []),
         ("from extproc.settings import _inside, Settings", 1, {"settings"}, []),

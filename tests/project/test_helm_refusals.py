@@ -20,7 +20,7 @@ from extproc.policy.bundle import MAX_DELAY_MS
 from extproc.policy.loader import parse
 from extproc.request.limit_keys import UNSUPPORTED_KEYS
 from extproc.settings import is_scope
-from extproc.store import _SCHEMES
+from extproc.store import SCHEMES
 from tests.support import ROOT
 from tests.support.bundles import RULE
 from tests.support.chart import CHART, ENFORCING, Values, merged, objects, problems, refusal, with_policies
@@ -574,7 +574,7 @@ def test_a_wrong_value_is_refused(values: Values, message: str) -> None:
     assert message in refusal(values)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in _SCHEMES if scheme != "unix"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "unix"])
 def test_every_kind_of_store_is_taken(scheme: str) -> None:
     """The schema takes the URLs that the process takes, except a socket, which no pod shares."""
     assert objects(store(f"{scheme}://{'' if scheme == 'memory' else 'redis'}"))
