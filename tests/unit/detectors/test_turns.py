@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from extproc.decision import Repeat
-from extproc.detectors import make_similarity
-from extproc.detectors.keys import SimilarityKeys, Tool
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule
-from extproc.detectors.similar_turns import SIMILAR_ERROR
-from extproc.detectors.tools import Limit, ToolLimits
-from extproc.detectors.turn import MAX_ENTRY, encode_turn
 from extproc.detectors.turns import Turns
-from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
-from extproc.request.document import Document, NotCounted
-from extproc.store.rules.ring import Push, Ring, push
-from extproc.store.rules.windows import UNCOUNTED
+from extproc.request.document import Document
+from tests.support.documents import policy
+from tests.support.engine import ANY
 from tests.support.loops import WRITERS, Write
 from tests.support.model_requests import HOSTILE
+from tests.support.service import FailingStore, make_service, sample
+from tests.support.sessions import agents, ask
+from tests.support.told import find_reason, is_loop, read_told, send, tell, tell_all, tell_session
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_responses, as_text
-
-every_writer = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 
 Meaning = tuple[str, str]
 """An action and a result, each in a word."""
-
-
-def verdict(value: object, threshold: int = 3, tools: dict[str, Limit] | None = None, **more: Any) -> Repeat | None:  # noqa: ANN401
-    """What the rule says about a body."""
-    rule = TurnRule(ToolLimits(threshold, tools), notes=True, **more)
-    data = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return rule.find_loop(rule.read(Document(data)))
-
 
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 
@@ -52,20 +37,26 @@ def oracle(turns: Sequence[Meaning], threshold: int = 3, max_cycle: int = 10) ->
     if len(places) == threshold:
         between = [place for place in range(places[0], places[-1]) if place not in places]
         if sum(turns[place] not in turns[:place] for place in between) <= threshold - 2:
-            found.add(REPEAT)
+            found.add("repeat")
     for length in range(2, max_cycle + 1):
         rounds = threshold if length < 5 else max(2, threshold - 1)
         cycle = list(turns[-length:])
         if length * rounds <= 32 and list(turns[-length * rounds :]) == cycle * rounds and len(set(cycle)) == length:
-            found.add(CYCLE)
+            found.add("cycle")
     last = [result for _, result in turns[-2 * threshold :]]
     if len(last) == 2 * threshold and len(set(last)) == 1 and ("error" in last[0] or "failed" in last[0]):
-        found.add(ERROR)
+        found.add("error")
     often = max(6, threshold)
     newest = [result if "failed" in result else result.translate(_NO_DIGITS) for _, result in turns[-often - 4 :]]
     if newest.count(newest[-1]) >= often and ("error" in newest[-1] or "failed" in newest[-1]):
-        found.add(SIMILAR_ERROR)
+        found.add("note")
     return found
+
+
+def find_rule(value: object, **loop: Any) -> str:  # noqa: ANN401  # of loop_detection
+    """By which rule a request is refused; `note` where it only gets one, empty where nothing is done."""
+    told = tell(value, **loop)
+    return told.rule if told.action == "reject" else {"allow": "", "warn": "note"}[told.action]
 
 
 def means(turns: Sequence[Meaning]) -> list[Did]:
@@ -93,27 +84,19 @@ _HISTORIES = st.builds(
     st.integers(1, 5),
     st.lists(_MEANINGS, max_size=2),
 )
+_AGAIN = [("view", "ok")] * 4 + [("view", "3 failed"), ("view", "ok")] + [("run", "3 failed")] * 4 + [("view", "3 failed")]
 
 
 @given(_HISTORIES, st.integers(2, 8), st.integers(1, 10), st.sampled_from(sorted(WRITERS)))
 @example([("tweak", "ok"), ("run", "3 failed")] * 3, 3, 10, "chat")
-@example(
-    [("view", "ok")] * 4 + [("view", "3 failed"), ("view", "ok")] + [("run", "3 failed")] * 4 + [("view", "3 failed")],
-    3,
-    1,
-    "observed",
-)
+@example(_AGAIN, 3, 1, "observed")
 def test_every_conversation_gets_the_verdict_of_the_oracle(
     turns: list[Meaning], threshold: int, max_cycle: int, writer: str
 ) -> None:
     """In every API and in every style of action the verdict is that of the specification."""
-    found = verdict(WRITERS[writer](means(turns)), threshold, max_cycle=max_cycle)
+    found = find_rule(WRITERS[writer](means(turns)), threshold_identical_requests=threshold, max_cycle=max_cycle)
 
-    expected = oracle(turns, threshold, max_cycle)
-    assert (found is not None) == bool(expected)
-    if found is not None:
-        assert found.rule in expected
-        assert found.looping
+    assert found in (oracle(turns, threshold, max_cycle) or {""})
 
 
 _A, _B = ("view", "ok"), ("run", "3 failed")
@@ -124,80 +107,59 @@ def new(number: int) -> Meaning:
     return f"tweak{number}", "ok"
 
 
-STUCK: list[tuple[str, list[Meaning], str | None]] = [
-    ("at the threshold", [_A] * 3, REPEAT),
-    ("below it", [_A] * 2, None),
-    ("past it", [_A] * 9, REPEAT),
-    ("empty results", [("view", "")] * 3, REPEAT),
-    ("one new turn in between", [_A, new(1), _A, _A], REPEAT),
-    ("two new turns in between", [_A, new(1), _A, new(2), _A], None),
-    ("edit, run, edit, run", [turn for n in range(6) for turn in (new(n), _B)], None),
-    ("edit, run, with the same edit", [new(0), _B] * 3, CYCLE),
-    ("turns in between that were seen before", [new(1), new(2), _A, new(1), _A, new(2), _A], REPEAT),
-    ("out of the window", [_A, *[new(1)] * 8, _A, new(1), _A], None),
-    ("a cycle of four", [("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 3, CYCLE),
-    ("a cycle of four, a round short", [("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 2, None),
-    ("a cycle of five comes round twice", [(name, "ok") for name in "abcde"] * 2, CYCLE),
-    ("a cycle of ten", [(name, "ok") for name in "abcdefghij"] * 2, CYCLE),
-    ("a cycle of eleven", [(name, "ok") for name in "abcdefghijk"] * 2, None),
-    ("a cycle whose results change", [(name, str(n)) for n, name in enumerate("abcde" * 2)], None),
-    ("the same error, whatever is tried", [(f"try{n}", "error: no such table") for n in range(6)], ERROR),
-    ("the same error, five times", [(f"try{n}", "error: no such table") for n in range(5)], None),
-    ("an error with other numbers", [(f"try{n}", f"error: job no. {n} is broken") for n in range(6)], SIMILAR_ERROR),
-    ("an error, and sometimes none", [(f"try{n}", "ok" if n % 3 == 1 else "error: no x") for n in range(10)], SIMILAR_ERROR),
-    ("an error with other numbers, five times", [(f"try{n}", f"error: job no. {n} is broken") for n in range(5)], None),
-    ("an error with numbers that count failures", [(f"try{n}", f"{20 - n} tests failed") for n in range(10)], None),
-    ("the same success, whatever is done", [(f"tweak{n}", "done") for n in range(9)], None),
-    ("paging", [(f"page{n}", f"rows {n}0 to {n}9") for n in range(9)], None),
-    ("scrolling", [("scroll", f"rows {n}0 to {n}9") for n in range(9)], None),
-    ("polling with another answer each time", [("status", f"{n}0 %") for n in range(9)], None),
-    ("not the newest", [_A, _A, _A, new(1)], None),
-]  # fmt: skip  # one case, one line
+STUCK: dict[str, tuple[list[Meaning], str]] = {
+    "at the threshold": ([_A] * 3, "repeat"),
+    "below it": ([_A] * 2, ""),
+    "past it": ([_A] * 9, "repeat"),
+    "empty results": ([("view", "")] * 3, "repeat"),
+    "one new turn in between": ([_A, new(1), _A, _A], "repeat"),
+    "two new turns in between": ([_A, new(1), _A, new(2), _A], ""),
+    "edit, run, edit, run": ([turn for n in range(6) for turn in (new(n), _B)], ""),
+    "edit, run, with the same edit": ([new(0), _B] * 3, "cycle"),
+    "turns in between that were seen before": ([new(1), new(2), _A, new(1), _A, new(2), _A], "repeat"),
+    "out of the window": ([_A, *[new(1)] * 8, _A, new(1), _A], ""),
+    "a cycle of four": ([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 3, "cycle"),
+    "a cycle of four, a round short": ([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 2, ""),
+    "a cycle of five comes round twice": ([(name, "ok") for name in "abcde"] * 2, "cycle"),
+    "a cycle of ten": ([(name, "ok") for name in "abcdefghij"] * 2, "cycle"),
+    "a cycle of eleven": ([(name, "ok") for name in "abcdefghijk"] * 2, ""),
+    "a cycle whose results change": ([(name, str(n)) for n, name in enumerate("abcde" * 2)], ""),
+    "the same error, whatever is tried": ([(f"try{n}", "error: no such table") for n in range(6)], "error"),
+    "the same error, five times": ([(f"try{n}", "error: no such table") for n in range(5)], ""),
+    "an error with other numbers": ([(f"try{n}", f"error: job no. {n} is broken") for n in range(6)], "note"),
+    "an error, and sometimes none": ([(f"try{n}", "ok" if n % 3 == 1 else "error: no x") for n in range(10)], "note"),
+    "an error with other numbers, five times": ([(f"try{n}", f"error: job no. {n} is broken") for n in range(5)], ""),
+    "an error with numbers that count failures": ([(f"try{n}", f"{20 - n} tests failed") for n in range(10)], ""),
+    "the same success, whatever is done": ([(f"tweak{n}", "done") for n in range(9)], ""),
+    "paging": ([(f"page{n}", f"rows {n}0 to {n}9") for n in range(9)], ""),
+    "scrolling": ([("scroll", f"rows {n}0 to {n}9") for n in range(9)], ""),
+    "polling with another answer each time": ([("status", f"{n}0 %") for n in range(9)], ""),
+    "not the newest": ([_A, _A, _A, new(1)], ""),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("turns", "rule"), [case[1:] for case in STUCK], ids=[case[0] for case in STUCK])
-def test_what_is_a_loop(turns: list[Meaning], rule: str | None) -> None:
+@pytest.mark.parametrize(("turns", "rule"), STUCK.values(), ids=STUCK)
+def test_what_is_a_loop(turns: list[Meaning], rule: str) -> None:
     """Each case is the same in every API and in every style of action, and what the oracle says."""
-    found = {name: verdict(write(means(turns))) for name, write in WRITERS.items()}
+    found = {name: find_rule(write(means(turns))) for name, write in WRITERS.items()}
 
-    assert {name: one.rule if one is not None else None for name, one in found.items()} == dict.fromkeys(WRITERS, rule)
-    assert oracle(turns) >= ({rule} if rule else set())
-    assert bool(oracle(turns)) == bool(rule)
+    assert found == dict.fromkeys(WRITERS, rule)
+    assert rule in (oracle(turns) or {""})
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parallel_duplicates_are_one_round(shape: str) -> None:
-    """The same call three times at once is one turn; twice at once in three turns is a loop of three."""
+def test_calls_made_at_once_are_one_turn(shape: str) -> None:
+    """However often one is among them, and in whatever order; exchanged results are news."""
     once = Did((("f", {"a": 1}),) * 3, ("x",) * 3)
     mixed = [Did((("f", {"a": 1}),) * (n + 1), ("x",) * (n + 1)) for n in range(3)]
-
-    assert verdict(SHAPES[shape]([Did((("g", {}),), ("y",)), once])) is None
-    found = verdict(SHAPES[shape](mixed))
-    assert found is not None
-    assert (found.rule, found.count) == (REPEAT, 3)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_order_of_calls_made_at_once_does_not_matter(shape: str) -> None:
-    """Results go with their calls: the same two in the other order are the same turn, exchanged results are not."""
     one = Did((("f", {"a": 1}), ("g", {})), ("x", "y"))
     other = Did((("g", {}), ("f", {"a": 1})), ("y", "x"))
-    swapped = Did((("f", {"a": 1}), ("g", {})), ("y", "x"))
 
-    assert verdict(SHAPES[shape]([one, other, one])) is not None
-    assert verdict(SHAPES[shape]([one, swapped, one])) is None
-
-
-@every_writer
-def test_a_user_who_speaks_ends_a_loop(write: Write) -> None:
-    """New words behind a result are new, and the request that brings them is let through."""
-    turn = Did((("run", {"a": 1}),), ("3 failed",))
-    turns = [turn._replace(thought=f"{n}.") for n in range(2)]
-
-    assert verdict(write([*turns, turn])) is not None
-    assert verdict(write([*turns, turn._replace(user="Try the other branch.")])) is None
-    assert verdict(write([turns[0], turn._replace(user="Try the other branch."), turn])) is None
+    assert not is_loop(SHAPES[shape]([Did((("g", {}),), ("y",)), once]))
+    assert tell(SHAPES[shape](mixed))[:3] == ("reject", 3, "f")
+    assert is_loop(SHAPES[shape]([one, other, one]))
+    assert not is_loop(SHAPES[shape]([one, one._replace(results=("y", "x")), one]))
 
 
 _VOLATILE = (
@@ -221,245 +183,203 @@ def test_what_changes_by_itself_does_not_matter(data: st.DataObject, writer: str
     """Timestamps, durations, ids, line and step numbers and temporary paths do not hide a loop."""
     kinds = data.draw(st.lists(st.sampled_from([*_VOLATILE, _PATHS]), min_size=1, max_size=4))
     formats = data.draw(st.lists(st.sampled_from(_NUMBERED), max_size=4))
-
-    def result() -> str:
-        """The same again."""
+    turns = []
+    for number in range(3):
         numbers = [form.format(data.draw(st.integers(0, 10**6))) for form in formats]
-        return " and ".join(["3 failed", *[data.draw(kind) for kind in kinds], *numbers, "end"])
+        result = " and ".join(["3 failed", *[data.draw(kind) for kind in kinds], *numbers, "end"])
+        turns.append(Did((("run", {"a": 1}),), (result,), thought=f"no. {number}"))
 
-    turns = [Did((("run", {"a": 1}),), (result(),), thought=f"no. {n}") for n in range(3)]
-    assert verdict(WRITERS[writer](turns)) is not None
+    assert is_loop(WRITERS[writer](turns))
 
 
 @given(st.lists(st.sampled_from(["tests", "failed", "warnings", "of", "%", "rows"]), min_size=1, max_size=5), st.data())
 def test_anything_else_in_a_result_matters(words: list[str], data: st.DataObject) -> None:
     """Another word, or another number that counts something, is progress."""
     numbers = data.draw(st.lists(st.integers(0, 10**5), min_size=3, max_size=3, unique=True))
-    turns = [Did((("run", {"a": 1}),), (f"{number} {' '.join(words)}",)) for number in numbers]
 
-    assert verdict(as_chat(turns)) is None
-    assert verdict(as_chat([turn._replace(results=(f"found {words[0]} {n}x",)) for n, turn in enumerate(turns)])) is None
+    assert not is_loop(as_chat(run(*[f"{number} {' '.join(words)}" for number in numbers])))
+    assert not is_loop(as_chat(run(*[f"found {words[0]} {number}x" for number in range(3)])))
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_results_are_normalised_unless_the_policy_says_otherwise(normalize: bool) -> None:
-    """`normalize_results: false` compares results byte for byte."""
-    turns = [Did((("run", {}),), (f"done in {n}.3s",)) for n in range(3)]
+def run(*results: str, said: str = "", tool: str = "run", **arguments: object) -> list[Did]:
+    """The same call with each of these results; in what is said behind it and in arguments, `@` is the number of the turn."""
+    return [
+        Did(((tool, {name: put(value, number) for name, value in arguments.items()}),), (result,), put(said, number))
+        for number, result in enumerate(results)
+    ]
 
-    assert (verdict(as_chat(turns), normalize_results=normalize) is not None) is normalize
-    assert verdict(as_chat(turns[:1] * 3), normalize_results=normalize) is not None
+
+def put(value: Any, number: int) -> Any:  # noqa: ANN401  # JSON
+    """A text with a number in it."""
+    return value.replace("@", str(number)) if isinstance(value, str) else value
+
+
+def say(*pairs: tuple[str, str], role: str = "user") -> dict[str, Any]:
+    """A chat of what an assistant says, and what comes back each time."""
+    messages = [{"role": "user", "content": "go"}]
+    for said, back in pairs:
+        messages += [{"role": "assistant", "content": said}, {"role": role, "content": back}]
+    return {"messages": messages}
+
+
+def follow(body: dict[str, Any], *messages: dict[str, Any]) -> dict[str, Any]:
+    """A body with more messages at its end."""
+    return {**body, "messages": [*body["messages"], *messages]}
+
+
+_ONCE = as_chat(run("x"))["messages"][2:]
+_DETAILS = "<environment_details>Context: {} tokens</environment_details>"
+_SMOLAGENTS = "Look {0}.\nCalling tools:\n[{{'id': 'call_{0}', 'function': {{'name': 'find', 'arguments': {{'id': '{1}'}}}}}}]"
+_UNNAMED = "Thought: look.\n<code>\nprint(1)\n</code>\nCalling tools:\n[{{'id': 'call_{}', 'function': {{'name': 'python'}}}}]"
+_GONE = "Error:\nError executing tool 'read' with arguments {{'path': '{0}'}}: FileNotFoundError: {0}\nNow let's retry."
+_UNKNOWN = "Error:\nUnknown tool read, should be one of: look.\nNow let's retry."
+_INJECTED = "<system-reminder>Turn @</system-reminder>\n<note>@</note>"
+_FENCE = WRITERS["text, fence"]
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "the same thoughts of a tool for thinking": as_chat([Did((("think", {"thought": "so"}),), ("logged",))] * 3),
+    "a text before a call, as a message of its own": {
+        "messages": [each for n in range(3) for each in ({"role": "assistant", "content": f"Thought {n}"}, *_ONCE)]
+    },
+    "no results at all": as_chat([Did((("run", {"a": 1}),))] * 3),
+    "tags beside a result": as_anthropic(run(*"xxx", said=_INJECTED)),
+    "tags behind a result": as_chat(run(*"xxx", said=_INJECTED)),
+    "the same tags beside empty results": as_chat(run("", "", "", said="<view>one</view>")),
+    "details of the environment beside a text": {
+        "messages": [
+            message
+            for n in range(3)
+            for message in (
+                {"role": "assistant", "content": "<execute_command>\n<command>npm test</command>\n</execute_command>"},
+                {"role": "user", "content": [{"type": "text", "text": text} for text in ("3 failed", _DETAILS.format(n))]},
+            )
+        ]
+    },
+    "the same details alone": _FENCE(run(*[_DETAILS.format(1)] * 3)),
+    **{
+        f"a reminder of its own by {role}, {write.__name__}": follow(write(run(*"xxx")), {"role": role, "content": "Use them."})
+        for role in ("system", "developer")
+        for write in (as_chat, as_anthropic)
+    },
+    **{f"{role} alone brings back the same": say(*[("Look.", "1 file")] * 3, role=role) for role in ("system", "developer")},
+    **{
+        f"a word of {role} behind a turn without an action": {
+            "messages": [*_ONCE * 3, {"role": "assistant", "content": "Done."}, {"role": role, "content": "Go on."}, *_ONCE]
+        }
+        for role in ("system", "developer")
+    },
+    "the number of a call before an observation": say(
+        *[(_UNNAMED.format(n), f"Call id: call_{n}\nError:\nForbidden function") for n in range(3)]
+    ),
+    "calls in a text": say(*[(_SMOLAGENTS.format(n, "a"), "Observation:\nno rows") for n in range(3)]),
+    "a call that only its error shows": say(*[(f"Thought {n}: look.", _GONE.format("a")) for n in range(3)]),
+    "a tool that only its error shows": say(*[(f"Thought {n}: look.", _UNKNOWN) for n in range(3)]),
+    "keys of other APIs": {"input": 7, "contents": "x", **as_chat(run(*"xxx"))},
+    "durations in a result": as_chat(run("done in 0.3s", "done in 1.3s", "done in 2.3s")),
+}
+PROGRESS: dict[str, dict[str, Any]] = {
+    "no results at all, twice": as_chat([Did((("run", {"a": 1}),))] * 2),
+    "words beside tags": as_anthropic(run(*"xxx", said=f"{_INJECTED} and you?")),
+    "other tags as results": as_anthropic(run(*[put(_INJECTED, n) for n in range(3)])),
+    **{
+        f"{tag} beside a result, {write.__name__}": write(run(*["Scrolled."] * 3, said=f"<{tag}>page @</{tag}>"))
+        for tag in ("browser_state", "observation", "function_results", "feedback", "user_query")
+        for write in (as_anthropic, as_chat)
+    },
+    "other tags beside empty results": as_chat(run("", "", "", said="<view>no. x@</view>")),
+    "other details alone": _FENCE(run(*[f"<environment_details>Open: {name}</environment_details>" for name in "abc"])),
+    **{
+        f"{role} alone brings back another text": say(*[("Look.", "1 file")] * 2, ("Look.", "2 files"), role=role)
+        for role in ("system", "developer")
+    },
+    "a person's word behind a turn without an action": {
+        "messages": [*_ONCE * 3, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "Go on."}, *_ONCE]
+    },
+    "the number of a call alone": say(*[(_UNNAMED.format(n), f"Call id: call_{n}") for n in range(3)]),
+    "calls in a text with other ids": say(*[(_SMOLAGENTS.format(n, "abc"[n]), "Observation:\nno rows") for n in range(3)]),
+    "other calls that only their errors show": say(*[(f"Thought {n}: look.", _GONE.format("abc"[n])) for n in range(3)]),
+}
+
+
+@pytest.mark.parametrize("body", LOOPS.values(), ids=LOOPS)
+def test_what_hides_no_loop(body: dict[str, Any]) -> None:
+    """What stands beside actions and results, in the forms that clients have for it."""
+    assert is_loop(body)
+
+
+@pytest.mark.parametrize("body", PROGRESS.values(), ids=PROGRESS)
+def test_what_is_progress(body: dict[str, Any]) -> None:
+    """The same where it is all that is new."""
+    assert not is_loop(body)
+
+
+@pytest.mark.parametrize("write", [as_chat, as_anthropic, _FENCE])
+def test_what_a_harness_puts_into_a_result_is_no_part_of_it(write: Write) -> None:
+    """Some clients join it with the result, at the end or in the middle; a tag that is not closed is part of the text."""
+
+    def stuck(start: str, end: str, rest: str = "") -> bool:
+        return is_loop(write(run(*[f"3 failed{start}Open: a.py, {n} tokens{end}{rest}" for n in range(3)])))
+
+    for tag in ("environment_details", "system-reminder"):
+        assert stuck(f"\n\n<{tag}>", f"</{tag}>")
+        assert stuck(f" <{tag}>", f"</{tag}>", f" 5 passed <{tag}>x</{tag}>")
+        assert not stuck(f"\n\n<{tag}>", "")
+    assert not stuck("\n\n<log>", "</log>")
+
+
+def test_results_are_compared_as_they_are_where_the_policy_says_so() -> None:
+    """`normalize_results: false` compares them byte for byte."""
+    assert not is_loop(LOOPS["durations in a result"], normalize_results=False)
+    assert is_loop(as_chat(run(*["done in 0.3s"] * 3)), normalize_results=False)
 
 
 @pytest.mark.parametrize("key", ["memory", "current_state", "thought", "reasoning", "evaluation_previous_goal", "next_goal"])
 def test_thoughts_among_arguments_do_not_matter(key: str) -> None:
     """Whatever a model thinks in an argument that is there for it, the call is the same; a policy can name other ones."""
-    turns = [Did((("click", {"index": 4, key: f"thought {n}"}),), ("nothing happened",)) for n in range(3)]
+    body = as_chat(run(*"xxx", index=4, **{key: "thought @"}))
 
-    assert verdict(as_chat(turns)) is not None
-    assert verdict(as_chat(turns), ignored=frozenset({"note"})) is None
-    assert (
-        verdict(as_chat([Did((("click", {"note": str(n)}),), ("x",)) for n in range(3)]), ignored=frozenset({"note"}))
-        is not None
-    )
+    assert is_loop(body)
+    assert not is_loop(body, ignore_arguments=["note"])
+    assert is_loop(as_chat(run(*"xxx", note="@")), ignore_arguments=["note"])
 
 
 @pytest.mark.parametrize("key", ["description", "goal", "summary", "timeout", "yield_time_ms"])
 def test_what_is_said_about_a_command_does_not_matter(key: str) -> None:
     """The description or timeout of a command may be worded anew; in a call without a command they may be all that it does."""
-
-    def call(**arguments: object) -> list[Did]:
-        return [Did((("create", {**arguments, key: f"word {n}"}),), ("nothing",)) for n in range(3)]
+    said: dict[str, Any] = {key: "word @"}
+    same: list[dict[str, Any]] = [{"command": "make test"}, {"cmd": ["make", "test"]}]
+    other: list[dict[str, Any]] = [{"path": "a.py"}, {"command": "create"}, {"command": "make @"}]
 
     for write in SHAPES.values():
-        assert verdict(write(call(command="make test"))) is not None
-        assert verdict(write(call(cmd=["make", "test"]))) is not None
-        assert verdict(write(call(path="a.py"))) is None
-        assert verdict(write(call(command="create"))) is None
-    assert verdict(as_chat([Did((("create", {"command": f"make {n}", key: "test"}),), ("nothing",)) for n in range(3)])) is None
-
-
-def test_a_tool_for_thinking_is_called_for_its_thoughts() -> None:
-    """Different thoughts of a `think` tool are different calls, equal ones are not."""
-    turns = [Did((("think", {"thought": f"thought {n}"}),), ("logged",)) for n in range(3)]
-
-    assert verdict(as_chat(turns)) is None
-    assert verdict(as_chat(turns[:1] * 3)) is not None
+        found = [is_loop(write(run(*"xxx", tool="create", **given, **said))) for given in same + other]
+        assert found == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
-    ("tools", "expected"),
+    ("tools", "times", "expected"),
     [
-        ({"run": Limit(3, allow=True)}, None),
-        ({"r*": Limit(5)}, None),
-        ({"r*": Limit(4, "Ask a human.")}, 4),
-        ({"other": Limit(3, allow=True)}, 4),
-        ({"run": Limit(14)}, None),
+        ({"run": {"threshold": 3, "allow": True}}, 4, 0),
+        ({"r*": {"threshold": 5}}, 4, 0),
+        ({"r*": {"threshold": 4, "reason": "Ask a human."}}, 4, 4),
+        ({"other": {"threshold": 3, "allow": True}}, 4, 4),
+        ({"run": {"threshold": 14}}, 13, 0),
+        ({"run": {"threshold": 14}}, 14, 14),
     ],
 )
 @pytest.mark.parametrize("writer", ["chat", *[f"text, {style}" for style in ("fence", "commands", "react", "invoke")]])
-def test_tools_have_thresholds_of_their_own(tools: dict[str, Limit], expected: int | None, writer: str) -> None:
+def test_tools_have_thresholds_of_their_own(tools: dict[str, Any], times: int, expected: int, writer: str) -> None:
     """A tool is matched by its name, or by the first word of a text action; an allowed tool is never part of a loop."""
-    found = verdict(WRITERS[writer]([Did((("run", {"a": 1}),), ("x",))] * 4), tools=tools)
+    told = tell(WRITERS[writer](run(*["x"] * times, a=1)), tools=tools)
 
-    assert (found.count if found is not None else None) == expected
-    if found is not None:
-        assert found.tools == ("run",)
-        assert found.reason == next((limit.reason for limit in tools.values()), "")
-
-
-def test_a_threshold_of_fourteen_still_fits() -> None:
-    """Fourteen equal turns are seen, and so are fourteen errors in a row, twice."""
-    turn = Did((("poll", {}),), ("x",))
-
-    assert verdict(as_chat([turn] * 13), tools={"poll": Limit(14)}) is None
-    assert verdict(as_chat([turn] * 14), tools={"poll": Limit(14)}) is not None
-
-
-def test_a_text_before_a_call_is_its_thought() -> None:
-    """Some clients send what the model says and what it calls as two messages."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
-    for number in range(3):
-        body = as_chat([Did((("run", {}),), ("x",))])["messages"][2:]
-        messages += [{"role": "assistant", "content": f"Thought {number}"}, *body]
-
-    found = verdict({"messages": messages})
-
-    assert found is not None
-    assert (found.count, found.calls) == (3, 3)
-
-
-def test_calls_without_any_results_are_turns() -> None:
-    """Results that are missing altogether do not hide a loop."""
-    assert verdict(as_chat([Did((("run", {"a": 1}),))] * 3)) is not None
-    assert verdict(as_chat([Did((("run", {"a": 1}),))] * 2)) is None
-
-
-def test_what_the_assistant_is_to_go_on_with_is_no_turn() -> None:
-    """A loop is seen although the request ends with the beginning of the next answer."""
-    body = as_anthropic([Did((("run", {}),), ("x",))] * 3)
-    body["messages"].append({"role": "assistant", "content": "{"})
-
-    assert verdict(body) is not None
-
-
-def test_what_a_harness_injects_is_no_part_of_a_result() -> None:
-    """Text beside a result that is wholly wrapped in tags is not the user speaking; in a result it is one."""
-    reminders = [f"<system-reminder>Turn {n}</system-reminder>\n<note>{n}</note>" for n in range(3)]
-    beside = [Did((("run", {}),), ("x",), user=text) for text in reminders]
-
-    assert verdict(as_anthropic(beside)) is not None
-    assert verdict(as_chat(beside)) is not None
-    assert verdict(as_anthropic([turn._replace(user=turn.user + " and you?") for turn in beside])) is None
-    assert verdict(as_anthropic([turn._replace(user="", results=(turn.user,)) for turn in beside])) is None
-
-
-@pytest.mark.parametrize("tag", ["browser_state", "observation", "function_results", "feedback", "user_query"])
-def test_what_came_back_in_tags_is_a_result(tag: str) -> None:
-    """Text beside a result is new where its tag says that something came back, or names a speaker."""
-    turns = [Did((("scroll", {}),), ("Scrolled.",), user=f"<{tag}>page {n}</{tag}>") for n in range(3)]
-
-    assert verdict(as_anthropic(turns)) is None
-    assert verdict(as_chat(turns)) is None
-    assert verdict(as_chat(turns[:1] * 3)) is not None
-
-
-def test_beside_empty_results_any_text_is_what_came_back() -> None:
-    """Where tools bring back nothing, the text in tags is all that there is to see."""
-    turns = [Did((("scroll", {}),), ("",), user=f"<view>{word}</view>") for word in ("one", "two", "three")]
-
-    assert verdict(as_chat(turns)) is None
-    assert verdict(as_chat(turns[:1] * 3)) is not None
-
-
-def test_environment_details_are_no_part_of_a_text_result() -> None:
-    """Where results are texts, what is known to be injected is left out if something else is said."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
-    for number in range(3):
-        details = f"<environment_details>\nContext: {number} tokens\n</environment_details>"
-        said = [{"type": "text", "text": text} for text in ("[execute_command] Result: 3 failed", details)]
-        call = "<execute_command>\n<command>npm test</command>\n</execute_command>"
-        messages += [{"role": "assistant", "content": call}, {"role": "user", "content": said}]
-
-    assert verdict({"messages": messages}) is not None
-
-
-@pytest.mark.parametrize("write", [as_chat, as_anthropic, WRITERS["text, fence"]])
-def test_what_a_harness_puts_into_a_result_is_no_part_of_it(write: Write) -> None:
-    """Some clients join it with the result, at the end or in the middle; a tag that is not closed is part of the text."""
-
-    def stuck(start: str, end: str, rest: str = "") -> Repeat | None:
-        texts = [f"3 failed{start}Open: a.py, {n} tokens{end}{rest}" for n in range(3)]
-        return verdict(write([Did((("run", {}),), (text,)) for text in texts]))
-
-    for tag in ("environment_details", "system-reminder"):
-        assert stuck(f"\n\n<{tag}>", f"</{tag}>") is not None
-        assert stuck(f" <{tag}>", f"</{tag}>", f" 5 passed <{tag}>x</{tag}>") is not None
-        assert stuck(f"\n\n<{tag}>", "") is None
-    assert stuck("\n\n<log>", "</log>") is None
-
-
-@pytest.mark.parametrize("role", ["system", "developer"])
-@pytest.mark.parametrize("write", [as_chat, as_anthropic])
-def test_a_reminder_of_the_harness_in_a_message_of_its_own_is_no_part_of_a_result(write: Write, role: str) -> None:
-    """As Claude Code sends them; where nothing else came back, it is what came back."""
-    body = write([Did((("run", {}),), ("x",))] * 3)
-    body["messages"].append({"role": role, "content": "The task tools have not been used recently."})
-    silent = [{"role": "assistant", "content": "Look."}, {"role": role, "content": "1 file"}]
-
-    assert verdict(body) is not None
-    assert verdict({"messages": [*silent * 2, silent[0], {"role": role, "content": "2 files"}]}) is None
-    assert verdict({"messages": silent * 3}) is not None
-
-
-@pytest.mark.parametrize(("role", "anew"), [("system", False), ("developer", False), ("user", True)])
-def test_a_reminder_of_the_harness_is_no_persons_word(role: str, anew: bool) -> None:
-    """Only a person's word behind a turn without an action starts anew."""
-    turn = as_chat([Did((("run", {}),), ("x",))])["messages"][2:]
-    said = [{"role": "assistant", "content": "Done."}, {"role": role, "content": "Try the other file."}]
-
-    found = verdict({"messages": [{"role": "user", "content": "go"}, *turn * 3, *said, *turn]})
-
-    assert (found is None) == anew
-
-
-def test_the_number_of_a_call_before_an_observation_is_no_part_of_it() -> None:
-    """As smolagents writes it; alone it is what came back."""
-    code = "Thought: look.\n<code>\nprint(1)\n</code>\nCalling tools:\n[{'id': 'call_%d', 'function': {'name': 'python'}}]"
-
-    def stuck(result: str) -> Repeat | None:
-        steps = [(code % n, f"Call id: call_{n}{result}") for n in range(3)]
-        said = [({"role": "assistant", "content": text}, {"role": "user", "content": back}) for text, back in steps]
-        return verdict({"messages": [message for step in said for message in step]})
-
-    assert stuck("\nError:\nForbidden function") is not None
-    assert stuck("") is None
-
-
-def test_calls_that_smolagents_writes_into_a_text_are_calls() -> None:
-    """Their ids change; an id among the arguments is content."""
-    given = "'function': {'name': 'find', 'arguments': {'id': '%s'}}"
-    calls = f"Look %d.\nCalling tools:\n[{{'id': 'call_%d', 'type': 'function', {given}}}]"
-
-    def stuck(*ids: str) -> Repeat | None:
-        steps = [(calls % (number, number, each), "Observation:\nno rows") for number, each in enumerate(ids)]
-        said = [({"role": "assistant", "content": text}, {"role": "user", "content": back}) for text, back in steps]
-        return verdict({"messages": [message for step in said for message in step]})
-
-    found = stuck("a", "a", "a")
-
-    assert found is not None
-    assert found.tools == ("find",)
-    assert stuck("a", "b", "c") is None
+    assert (told.count, told.tool) == (expected, "run" if expected else "")
+    assert told.more.startswith(tools.get("r*", {}).get("reason", ""))
 
 
 @pytest.mark.parametrize(
     ("action", "error", "named"),
     [
-        (
-            {"content": "Let me look."},
-            "Error:\nError executing tool 'read_file' with arguments {'path': 'a'}: gone",
-            "read_file",
-        ),
+        ({"content": "Look."}, "Error:\nError executing tool 'read_file' with arguments {'path': 'a'}: gone", "read_file"),
+        ({"content": _SMOLAGENTS.format(1, 1)}, "no rows", "find"),
         ({"content": "Let me look."}, "Error: no such file", "the same message"),
         ({"tool_calls": [{"id": "c", "function": {"name": "", "arguments": "{}"}}]}, "Error: no name", "the same call"),
     ],
@@ -467,136 +387,115 @@ def test_calls_that_smolagents_writes_into_a_text_are_calls() -> None:
 def test_a_turn_without_a_name_is_called_by_its_tool(action: dict[str, Any], error: str, named: str) -> None:
     """Smolagents leaves out calls that failed: then the error names the tool."""
     turn = [{"role": "assistant", **action}, {"role": "user", "content": error}]
-    found = verdict({"messages": [{"role": "user", "content": "go"}, *turn * 3]})
 
-    assert found is not None
-    assert Turns(SimilarityKeys(similarity="turns")).describe(found).startswith(f"{named}: 3 of 3 turns")
+    assert tell({"messages": turn * 3}).what.startswith(f"3 of the last 3 turns were {named}")
+
+
+@pytest.mark.parametrize("nothing", [[], None, {}], ids=repr)
+def test_a_list_without_calls_leaves_the_actions_in_texts(nothing: Any) -> None:  # noqa: ANN401  # a case
+    """A client that writes an empty `tool_calls` in each answer has the same actions in its texts."""
+    body = _FENCE([Did((("cat", {"path": "notes"}),), ("error: no such file",))] * 4)
+    for message in body["messages"]:
+        if message["role"] == "assistant":
+            message["tool_calls"] = nothing
+
+    told = tell(body, threshold_identical_requests=4)
+
+    assert (told.rule, told.count) == ("repeat", 4)
 
 
 @pytest.mark.parametrize(
-    "failed",
+    ("shape", "mark", "marked"),
     [
-        "Error executing tool 'read' with arguments {'path': '%s'}: FileNotFoundError: %s",
-        "Unknown tool read, should be one of: look.",
+        ("anthropic", '"type": "tool_result"', '"type": "tool_result", "is_error": true'),
+        ("bedrock", '"status": "success"', '"status": "error"'),
+        ("gemini", '"output":', '"error":'),
     ],
 )
-def test_a_call_that_only_its_error_shows_is_the_action(failed: str) -> None:
-    """Smolagents leaves calls that failed out of the history: what stands there is a thought, new in each turn."""
-
-    def stuck(*paths: str) -> Repeat | None:
-        said = [
-            (f"Thought {n}: look.", f"Error:\n{failed.replace('%s', path)}\nNow let's retry.") for n, path in enumerate(paths)
-        ]
-        turns = [({"role": "assistant", "content": text}, {"role": "user", "content": back}) for text, back in said]
-        return verdict({"messages": [message for turn in turns for message in turn]})
-
-    assert stuck("a", "a", "a") is not None
-    if "%s" in failed:
-        assert stuck("a", "b", "c") is None
-
-
-def test_what_a_harness_says_is_a_result_where_nothing_else_is_said() -> None:
-    """What changes there alone may be all that the action has done."""
-    said = [f"<environment_details>Open: {name}</environment_details>" for name in ("a.py", "b.py", "c.py")]
-    write = WRITERS["text, fence"]
-
-    assert verdict(write([Did((("open", {}),), (text,)) for text in said])) is None
-    assert verdict(write([Did((("open", {}),), (text,)) for text in said[:1] * 3])) is not None
-
-
-@pytest.mark.parametrize("shape", ["anthropic", "bedrock", "gemini"])
-def test_what_the_api_marks_as_an_error_is_one(shape: str) -> None:
+def test_what_the_api_marks_as_an_error_is_one(shape: str, mark: str, marked: str) -> None:
     """Six results marked as failed are the same error, whatever they say."""
-    body = SHAPES[shape]([Did(((f"try{n}", {}),), ("nope",)) for n in range(6)])
-    text = json.dumps(body)
-    marks = {
-        "anthropic": ('"type": "tool_result"', '"type": "tool_result", "is_error": true'),
-        "bedrock": ('"status": "success"', '"status": "error"'),
-        "gemini": ('"output":', '"error":'),
-    }
+    text = json.dumps(SHAPES[shape]([Did(((f"try{n}", {}),), ("nope",)) for n in range(6)]))
 
-    assert verdict(text.encode()) is None
-    found = verdict(text.replace(*marks[shape]).encode())
-    assert found is not None
-    assert found.rule == ERROR
+    assert find_rule(text.encode()) == ""
+    assert find_rule(text.replace(mark, marked).encode()) == "error"
 
 
-def _requests(turns: Sequence[Did], shown: Sequence[int], write: Write) -> list[bytes]:
+def write_all(turns: Sequence[Did], shown: Sequence[int], write: Write = as_chat) -> list[bytes]:
     """The requests of an agent whose history is condensed to this many of its last turns, a number for each request."""
     turns = [turn._replace(number=number) for number, turn in enumerate(turns, 1)]
     ends = enumerate(shown, 1)
     return [json.dumps(write(turns[max(0, end - most) : end])).encode() for end, most in ends]
 
 
-def _in_session(requests: Sequence[bytes], **keys: Any) -> list[Repeat | None]:  # noqa: ANN401  # of LoopDetection
-    """What a detector says about each request of a session, whose ring is that of every store."""
-    turns = Turns(LoopDetection(enabled=True, similarity="turns", **keys))
-    ring: Ring | None = None
-    found = []
-    for data in requests:
-        _, repeat, memory = turns.compare_in_session(Document(data))
-        if memory is not None:
-            ring, entries = push(ring, Push("ring", memory.entry, memory.identity, MAX_TURNS, 1_000), 0)
-            assert all(len(entry) <= MAX_ENTRY for entry in entries)
-            repeat = memory.recall(entries) if memory.waits else repeat
-        found.append(repeat)
-    return found
-
-
-@given(_HISTORIES, st.data(), st.integers(2, 8), st.sampled_from(sorted(SHAPES)))
+@given(_HISTORIES, st.data(), st.integers(2, 8), st.sampled_from(["anthropic", "bedrock", "chat", "responses"]))
 def test_a_ring_supplies_what_a_condensed_history_does_not_show(
     turns: list[Meaning], data: st.DataObject, threshold: int, shape: str
 ) -> None:
-    """Wherever each request's history is cut, and whichever are sent again, the verdict is that about the whole history."""
-    shown = data.draw(st.lists(st.integers(1, 40), min_size=len(turns), max_size=len(turns)))
+    """Wherever histories are cut, and whichever are sent again, the verdict is that about the whole; where calls have ids."""
+    starts = sorted(data.draw(st.lists(st.integers(0, len(turns)), min_size=len(turns), max_size=len(turns))))
+    shown = [max(1, end - start) for end, start in enumerate(starts, 1)]
     again = data.draw(st.lists(st.integers(1, 3), min_size=len(turns), max_size=len(turns)))
-    requests = _requests(means(turns), shown, SHAPES[shape])
+    requests = write_all(means(turns), shown, SHAPES[shape])
+    sent = [body for body, times in zip(requests, again, strict=True) for _ in range(times)]
 
-    found = _in_session([body for body, times in zip(requests, again, strict=True) for _ in range(times)], **_set(threshold))
+    found = [told.action != "allow" for told in tell_session(sent, threshold_identical_requests=threshold)]
 
     expected = [bool(oracle(turns[: end + 1], threshold)) for end, times in enumerate(again) for _ in range(times)]
-    assert [one is not None for one in found] == expected
+    assert found == expected
 
 
-def _set(threshold: int) -> dict[str, Any]:
-    return {"threshold_identical_requests": threshold}
+def _thread(write: Callable[[Sequence[Did]], dict[str, Any]], pointer: dict[str, Any], *results: str) -> list[dict[str, Any]]:
+    """Requests with only the newest result each, of a conversation that the server keeps."""
+    bodies = []
+    for number, result in enumerate(results, 1):
+        body = write([Did((("f", {}),), (result,), number=number)])
+        key = "messages" if "messages" in body else "input"
+        bodies.append({**body, key: body[key][-1:], **pointer})
+    return bodies
 
 
-def test_a_request_that_is_sent_again_is_no_turn() -> None:
-    """A retry, a count of its tokens and a try of another model show the turn that was shown before."""
-    turn = means([_A])
-    bodies = [as_anthropic(turn) | more for more in ({}, {}, {"max_tokens": 9}, {"model": "other"}, {"stream": True})]
+_REACT = write_all(means([_A] * 3), [1, 1, 1], lambda turns: as_text(turns, STYLES["react"]))
+_OTHERS = write_all(means([_A] * 2), [1, 2])
+_NEWEST = write_all(means([_A] * 3), [1, 1, 1])
+_STARTED = [as_anthropic(means([new(n) for n in range(end)])[-2:]) for end in range(1, 8)]
+_POINTERS: list[tuple[Write, dict[str, Any]]] = [
+    (as_responses, {"previous_response_id": "r"}),
+    (as_responses, {"conversation": {"id": "c"}}),
+    (as_anthropic, {"thread": {"type": "continue", "previous_message_id": "m"}}),
+]
+SESSIONS: dict[str, tuple[Sequence[object], str]] = {
+    "a retry, a count of tokens, another model": (
+        [as_anthropic(means([_A])) | more for more in ({}, {}, {"max_tokens": 9}, {"model": "other"}, {"stream": True})],
+        "",
+    ),
+    "the newest turns": (write_all(means([_A] * 3), [1, 1, 1], as_anthropic), "repeat"),
+    "a text that is sent again": ([_REACT[0]] * 5, ""),
+    "texts": (_REACT, "repeat"),
+    "the beginning of the next answer": (
+        [follow(body, {"role": "assistant", "content": "{"}) for body in _STARTED],
+        "",
+    ),
+    "a name that does not fit into an entry": (
+        write_all([Did((("very_long_name_" * 9, {"n": 1}),), ("same",))] * 3, [1, 1, 1]),
+        "repeat",
+    ),
+    "another conversation": ([*_OTHERS, as_chat(means([_B, _A]))], ""),
+    "the same conversation": ([*_OTHERS, _NEWEST[2]], "repeat"),
+    **{f"equal results, {pointer}": (_thread(write, pointer, *"xxx"), "result") for write, pointer in _POINTERS},
+    **{f"empty results, {pointer}": (_thread(write, pointer, "", "", ""), "") for write, pointer in _POINTERS},
+    **{f"results in turn, {pointer}": (_thread(write, pointer, *["ok", "3 failed"] * 4), "") for write, pointer in _POINTERS},
+    "a user who says yes": ([{"previous_response_id": f"r{n}", "input": "yes"} for n in range(5)], ""),
+    "a user who says yes in a message": (
+        [{"previous_response_id": f"r{n}", "input": [{"role": "user", "content": "yes"}]} for n in range(5)],
+        "",
+    ),
+}
 
-    assert _in_session([json.dumps(body).encode() for body in bodies]) == [None] * 5
-    assert _in_session(_requests(means([_A] * 3), [1, 1, 1], as_anthropic))[2] is not None
 
-
-def test_a_text_that_is_sent_again_is_no_turn() -> None:
-    """Where no call has an id, a request that shows the very same messages is the same request."""
-    requests = _requests(means([_A] * 3), [1, 1, 1], lambda turns: as_text(turns, STYLES["react"]))
-
-    assert _in_session([requests[0]] * 5) == [None] * 5
-    assert _in_session(requests)[2] is not None
-
-
-def test_what_the_assistant_is_to_go_on_with_is_kept_from_the_ring() -> None:
-    """The same beginning of an answer at the end of each request is no turn that comes again."""
-    prefilled = []
-    for turns in (means([new(n) for n in range(end)]) for end in range(1, 8)):
-        body = as_anthropic(turns[-2:])
-        body["messages"].append({"role": "assistant", "content": "{"})
-        prefilled.append(json.dumps(body).encode())
-
-    assert _in_session(prefilled) == [None] * 7
-
-
-def test_a_long_name_stands_for_itself_alone() -> None:
-    """A name that does not fit into an entry as a whole does not make a turn two."""
-    turns = [Did((("very_long_name_" * 9, {"n": 1}),), ("same",)) for _ in range(3)]
-
-    found = _in_session(_requests(turns, [1, 1, 1], as_chat))
-
-    assert [one is not None for one in found] == [False, False, True]
+@pytest.mark.parametrize(("requests", "rule"), SESSIONS.values(), ids=SESSIONS)
+def test_sessions_are_refused_at_their_last_request(requests: Sequence[object], rule: str) -> None:
+    """Requests that show a part of their history, and what they are not taken for."""
+    assert [told.rule for told in tell_session(requests)] == [*[""] * (len(requests) - 1), rule]
 
 
 @pytest.mark.parametrize(
@@ -613,148 +512,51 @@ def test_a_long_name_stands_for_itself_alone() -> None:
 )
 def test_only_what_the_request_leaves_open_waits_for_the_ring(body: dict[str, Any], waits: bool) -> None:
     """A verdict that stands whatever was before is given at once."""
-    turns = Turns(LoopDetection(enabled=True, similarity="turns", tools={"wait": Tool(allow=True)}))
+    service = make_service(agents(tools={"wait": {"allow": True}}), store=FailingStore("nothing", later=True))
 
-    _, _, memory = turns.compare_in_session(Document(json.dumps(body).encode()))
+    _, at_once = ask(service, json.dumps(body).encode(), session_id="s")
 
-    assert memory is not None
-    assert memory.waits is waits
-
-
-def test_another_conversation_in_the_same_session_is_not_taken_for_the_past() -> None:
-    """Where a request shows another turn before its newest than the ring has, the ring is not its own."""
-    others = _requests(means([_A] * 2), [1, 2], as_chat)
-    own = json.dumps(as_chat(means([_B, _A]))).encode()
-    alone = _requests(means([_A] * 3), [1, 1, 1], as_chat)[2]
-
-    assert _in_session([*others, own]) == [None] * 3
-    assert _in_session([*others, alone])[2] is not None
+    assert at_once is not waits
 
 
-def _thread(write: Write, turn: Did, pointer: dict[str, Any]) -> bytes:
-    """A request with only the newest results of a conversation that the server keeps."""
-    body = write([turn])
-    key = "messages" if "messages" in body else "input"
-    body[key] = [item for item in body[key][-1:]]  # noqa: C416  # only the results
-    return json.dumps({**body, **pointer}).encode()
+_TRIED = means([(f"try{n}", "error: no such table") for n in range(6)])
 
 
 @pytest.mark.parametrize(
-    ("write", "pointer"),
+    ("body", "said"),
     [
-        (as_responses, {"previous_response_id": "r"}),
-        (as_responses, {"conversation": {"id": "c"}}),
-        (as_anthropic, {"thread": {"type": "continue", "previous_message_id": "m"}}),
+        (as_chat(means([_A] * 3)), "3 of the last 3 turns were view with the same input and the same result"),
+        (as_chat(means(STUCK["a cycle of four"][0])), "the last 12 turns were 3 rounds of the same 4 steps (a, b, c, d)"),
+        (as_chat(_TRIED), "the last 6 results were the same error, whatever was tried (try0, try1"),
+        (say(*[("Go on?", "Go on?")] * 3), "3 of the last 3 turns were the same message"),
     ],
 )
-def test_results_whose_calls_the_server_keeps_are_compared_alone(write: Write, pointer: dict[str, Any]) -> None:
-    """Equal results in a row are a loop, empty ones are not, nor those that alternate with others."""
+def test_sentences_say_what_repeated_and_what_would_be_progress(body: dict[str, Any], said: str) -> None:
+    """Tool or command, how often, and what to do instead, for each rule."""
+    told = tell(body)
 
-    def said(*results: str) -> list[str | None]:
-        """The rules that the requests with these results break."""
-        turns = [Did((("f", {}),), (result,), number=number) for number, result in enumerate(results, 1)]
-        requests = [_thread(write, turn, pointer) for turn in turns]
-        return [one.rule if one is not None else None for one in _in_session(requests)]
-
-    assert said("x", "x", "x") == [None, None, RESULT]
-    assert said("", "", "") == [None] * 3
-    assert said(*["ok", "3 failed"] * 4) == [None] * 8
+    assert said in told.what
+    assert "Progress means" in told.more
 
 
-def test_a_user_who_repeats_a_message_in_a_thread_is_no_loop() -> None:
-    """A request that shows only the user's words does not show what was done."""
-    requests = [json.dumps({"previous_response_id": f"r{n}", "input": "yes"}).encode() for n in range(5)]
-    asked = [
-        json.dumps({"previous_response_id": f"r{n}", "input": [{"role": "user", "content": "yes"}]}).encode() for n in range(5)
-    ]
+def test_results_of_a_thread_are_told_as_such() -> None:
+    """Nothing shows what was called."""
+    *_, last = tell_session(_thread(as_responses, {"conversation": "c"}, *"xxxx"))
 
-    assert _in_session(requests) == [None] * 5
-    assert _in_session(asked) == [None] * 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("threshold", [2, 3])
-def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> None:
-    """Whatever a client sends, nothing but NotCounted is raised, and what is recalled of it fits into a ring."""
-    rule = TurnRule(ToolLimits(threshold))
-    try:
-        history = rule.read(Document(HOSTILE[name][0]()))
-        rule.find_loop(history)
-        kept = history.keep(named=True)
-        entries = [encode_turn(turn) for turn in history.newest(32)]
-        recalled = kept.extend(entries) if kept is not None else None
-        if recalled is not None:
-            rule.find_loop(recalled)
-    except NotCounted as why:
-        assert why.reason in {"not_json", "inspect_limit", "no_messages"}  # noqa: PT017  # either is right
-    else:
-        assert all(len(entry) <= MAX_ENTRY for entry in entries)
-
-
-@pytest.mark.parametrize("nothing", [None, []])
-def test_no_calls_beside_a_text_hide_no_action(nothing: object) -> None:
-    """A client that writes an empty `tool_calls` in each answer has the same actions in its texts."""
-    value = as_text([Did((("cat", {"path": "notes"}),), ("error: no such file",))] * 4, STYLES["fence"])
-    for message in value["messages"]:
-        if message["role"] == "assistant":
-            message["tool_calls"] = nothing
-
-    found = verdict(value, 4)
-
-    assert found is not None
-    assert (found.rule, found.count) == (REPEAT, 4)
-
-
-def test_a_key_of_another_api_does_not_matter() -> None:
-    """A chat that carries something else under the key of another API is a chat."""
-    assert verdict({"input": 7, "contents": "x", **as_chat([Did((("run", {}),), ("x",))] * 3)}) is not None
-
-
-def told(repeat: Repeat | None) -> str:
-    """The sentence that the refused party reads."""
-    loop = LoopDetection(enabled=True, similarity="turns")
-    detector = Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")
-    outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, repeat)
-    return outcome.subject.write_message(outcome, "POST", "/v1/messages")
-
-
-def test_each_sentence_says_what_repeated_and_what_would_be_progress() -> None:
-    """Tool or command, how often, and what to do instead, for each rule; the operator's words come with it."""
-    repeat = told(verdict(as_chat(means([_A] * 3)), tools={"view": Limit(3, "Ask a human.")}))
-    cycle = told(verdict(as_chat(means([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 3))))
-    error = told(verdict(as_chat(means([(f"try{n}", "error: no such table") for n in range(6)]))))
-    result = told(Repeat((), 3, 10, 3, results=True, rule=RESULT))
-    message = told(verdict({"messages": [{"role": role, "content": "Go on?"} for role in ("assistant", "user")] * 3}))
-    cooling = told(Repeat(("view",), 1, 10, 3, results=True, rule=REPEAT))
-
-    assert "3 of the last 3 turns were view with the same input and the same result" in repeat
-    assert "Ask a human." in repeat
-    assert "the last 12 turns were 3 rounds of the same 4 steps (a, b, c, d)" in cycle
-    assert "the last 6 results were the same error, whatever was tried (try0, try1" in error
-    assert "3 of the last 10 turns returned the same result" in result
-    assert "3 of the last 3 turns were the same message" in message
-    assert "view was part of a loop, and this same turn stays refused for a while" in cooling
-    for sentence in (repeat, cycle, error, result, message, cooling):
-        assert "Progress means" in sentence
-
-
-def compare(value: object, **keys: Any) -> tuple[bytes, Repeat | None]:  # noqa: ANN401  # of LoopDetection
-    """What a detector makes of a body."""
-    looks = Turns(LoopDetection(enabled=True, similarity="turns", **keys))
-    return looks.compare(Document(json.dumps(value).encode()))
+    assert last.what == "4 of the last 4 turns returned the same result"
 
 
 def test_a_cooldown_goes_by_the_newest_turn() -> None:
     """Whatever is thought and however long the history is, the same turn has the same name; another has another."""
-    looping, again, other = [means(turns) for turns in ([_A] * 3, [_B, *[_A] * 4], [_B] * 3)]
+    looping, again, other = [as_chat(means(turns)) for turns in ([_A] * 3, [_B, *[_A] * 4], [_B] * 3)]
+    near = as_responses(means([_B, _A, new(1), _A, new(2), new(3), _A]))
 
-    assert compare(as_chat(looping))[0] == compare(as_chat(again))[0] != compare(as_chat(other))[0]
-    assert compare(as_chat(looping))[0] == compare(as_responses(means([_B, _A])), cooldown_seconds=9)[0]
-    assert compare(as_chat(means([_B, _A]))) == (b"", None)
-    _, found = compare(as_chat(means([_B, _A, new(1), _A, new(2), new(3), _A])), cooldown_seconds=9)
-    assert found is not None
-    assert (found.count, found.threshold, found.looping) == (2, 3, False)
+    tripped, cooling, *others = tell_all([looping, near, again, other, as_chat(means([_B, _A, _B]))], cooldown_seconds=9)
+
+    assert cooling[:3] == ("reject", 2, "view")
+    assert cooling.what == "view was part of a loop, and this same turn stays refused for a while"
+    assert tripped.fingerprint == cooling.fingerprint == others[0].fingerprint != others[1].fingerprint
+    assert [told.action for told in others] == ["reject", "reject", "reject"]
 
 
 @pytest.mark.parametrize("pointer", [{"previous_response_id": "r"}, {"conversation": "c"}, {"prompt": "x"}])
@@ -762,10 +564,20 @@ def test_a_request_without_its_history_is_not_counted(pointer: dict[str, Any]) -
     """What the server keeps cannot be looked at, and the reason says so."""
     body = pointer if "prompt" in pointer else {**as_responses(means([_A] * 3)), **pointer}
 
-    with pytest.raises(NotCounted) as raised:
-        compare(body)
+    assert find_reason(body) == "no_history"
 
-    assert raised.value.reason == "no_history"
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_body_has_a_verdict_or_a_reason(name: str) -> None:
+    """Whatever a client sends, nothing fails."""
+    keys: dict[str, Any] = {"limit_keys": ["header:x-caller"], "session": {}, "threshold_identical_requests": 2}
+    service = make_service(policy("p", ANY, similarity="turns", **keys))
+
+    told = [read_told(send(service, HOSTILE[name][0](), "ann", session_id="s")).action for _ in range(2)]
+
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
+    assert told[0] in {"allow", "reject"}
 
 
 def test_turns_are_shown_to_people() -> None:

@@ -1,0 +1,135 @@
+"""What a service tells of single requests: each has a caller of its own, so no request knows of another."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter
+
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.looping import encoded
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service, metadata_of
+
+PATH = "/v1/chat/completions"
+
+_CALLERS = count()
+_WORDS = re.compile(r"Loop detected: (.*?)(?:, so this request was refused)?\. (.*)", re.DOTALL)
+_RULES = {
+    " rounds of ": "cycle",
+    ", but for numbers": "similar_error",
+    " results were the same error": "error",
+    " turns returned the same result": "result",
+    "the prompt begins ": "nested_prompt",
+    " turns were ": "repeat",
+    " tool calls were ": "calls",
+    "was part of a loop": "cooldown",
+}
+
+
+class Told(NamedTuple):
+    """What came of a request.
+
+    Attributes:
+        action: `allow`, unless something was done.
+        count: how often something repeats.
+        tool: the tools of the loop, separated by spaces.
+        what: what repeats, as the model reads it; empty where it reads nothing.
+        more: what else it reads.
+        fingerprint: of what was compared.
+    """
+
+    action: str = "allow"
+    count: int = 0  # type: ignore[assignment]  # hides tuple.count, which is not called
+    tool: str = ""
+    what: str = ""
+    more: str = ""
+    fingerprint: str = ""
+
+    @property
+    def rule(self) -> str:
+        """By which rule something repeats; empty where the model reads nothing."""
+        return next((rule for words, rule in _RULES.items() if words in self.what), "")
+
+
+def read_told(answer: ProcessingResponse) -> Told:
+    """What an answer tells."""
+    told = metadata_of(answer)
+    changed = answer.request_body.response.body_mutation.body
+    text = json.loads(f'"{_find_note(changed)}"')
+    if answer.HasField("immediate_response"):
+        text = json.loads(answer.immediate_response.body)["error"]["message"]
+    words = _WORDS.search(text)
+    what, more = words.groups() if words is not None else ("", "")
+    return Told(
+        told.get("action", "allow"), int(told.get("count", 0)), told.get("tool", ""), what, more, told.get("fingerprint", "")
+    )
+
+
+def _find_note(data: bytes) -> str:
+    return data.decode().rpartition("[~loopguard~")[2].partition("~loopguard:")[0]
+
+
+@lru_cache(256)
+def _serve(policy_keys: str) -> Service:
+    return make_service(policy("p", ANY, limit_keys=["header:x-caller"], **json.loads(policy_keys)))
+
+
+def serve(**keys: Any) -> Service:  # noqa: ANN401  # of `policy`
+    """A service with one detector, `turns` unless another is named. It is shared, but knows nothing of new callers."""
+    return _serve(json.dumps({"similarity": "turns", **({"incidents": False} if "similarity" not in keys else {}), **keys}))
+
+
+def send(service: Service, value: object, caller: str = "", **named: Any) -> ProcessingResponse:  # noqa: ANN401  # of `headers`
+    """The answer to a request of a caller, a new one unless it is named; `named`: more headers."""
+    sent = headers(PATH, x_caller=caller or f"caller {next(_CALLERS)}", **named)
+    return decoded(exchange(service, sent, body(encoded(value)))[-1])
+
+
+def tell(value: object, **keys: Any) -> Told:  # noqa: ANN401  # of `policy`
+    """What a detector makes of one request."""
+    return read_told(send(serve(**keys), value))
+
+
+def tell_all(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401  # of `policy`
+    """The same of the requests of one caller, in order."""
+    caller = f"caller {next(_CALLERS)}"
+    return [read_told(send(serve(**keys), value, caller)) for value in values]
+
+
+def tell_session(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401  # of `policy`
+    """The same of the requests of one session, which has a name."""
+    caller = f"caller {next(_CALLERS)}"
+    return [read_told(send(serve(session={}, **keys), value, caller, session_id="s")) for value in values]
+
+
+def is_loop(value: object, **keys: Any) -> bool:  # noqa: ANN401  # of `policy`
+    """Whether anything is done about a request."""
+    return tell(value, **keys).action != "allow"
+
+
+def find_strength(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `policy`
+    """How strong the loop is that a request shows; empty where it shows none."""
+    service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
+    send(service, value)
+    return _find_label(service.metrics.detections, "strength")
+
+
+def find_reason(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `policy`
+    """Why a detector does not count a request; empty where it does."""
+    service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
+    send(service, value)
+    return _find_label(service.metrics.uncounted, "reason")
+
+
+def _find_label(counter: Counter, name: str) -> str:
+    counted = [item for metric in counter.collect() for item in metric.samples if item.name.endswith("_total") and item.value]
+    return counted[0].labels[name] if counted else ""
