@@ -54,7 +54,7 @@ IMPORTED = {
         candidates engine evaluation handover orders plan ramp recording settlements
     """,
     "ext_proc": """
-        access_log budget duplex protobuf service stream throttle transaction upload wire
+        access_log budget duplex protobuf service stream transaction upload wire
     """,
     "ext_proc/answers": """
         go_on metadata
