@@ -43,7 +43,8 @@ def changed(answer: ProcessingResponse) -> bytes:
 
 def steered(answer: ProcessingResponse) -> dict[str, Any]:
     """The same, decoded."""
-    return json.loads(changed(answer) or b"{}")
+    found: dict[str, Any] = json.loads(changed(answer) or b"{}")
+    return found
 
 
 def set_headers(answer: ProcessingResponse) -> dict[str, str]:
