@@ -124,8 +124,6 @@ READERS = {
     "tests/unit/engine/test_isolation.py": 1,
     "tests/unit/engine/test_ramp.py": 1,
     "tests/unit/engine/test_routes.py": 5,
-    "tests/unit/ext_proc/test_edits.py": 1,
-    "tests/unit/ext_proc/test_narrow_sdks.py": 1,
     "tests/unit/ext_proc/test_small_words.py": 1,
     "tests/unit/ext_proc/test_unreadable_bodies.py": 1,
     "tests/unit/operator/test_admin.py": 21,

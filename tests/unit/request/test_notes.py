@@ -601,7 +601,9 @@ def test_a_path_in_a_refusal_is_quoted() -> None:
 # --- Gemini's structured answers
 
 
-@pytest.mark.parametrize("taken", [{"gateway_note": "x"}, {"gateway_note": {"a": 1}}, {"gateway_note": 1, "gateway_note_": 2}])
+@pytest.mark.parametrize(
+    "taken", [{"a": 1}, {"gateway_note": "x"}, {"gateway_note": {"a": 1}}, {"gateway_note": 1, "gateway_note_": 2}]
+)
 def test_a_tool_cannot_keep_a_note_away_by_its_name(taken: dict[str, Any]) -> None:
     """The member is there already: the note goes behind its text, or has another name; none stands twice."""
     turn = [
