@@ -80,7 +80,7 @@ IMPORTED = {
         callers document encodings fingerprint hash_key http limit_keys notes patch quoting secrets
     """,
     "sessions": """
-        changing history limits names prices rates session_limits
+        changing history names prices rates session_limits
     """,
     "store": """
         backend care client credentials key_sharing known_refusals link memory pending pushes redis remote
@@ -124,7 +124,6 @@ READERS = {
     "tests/unit/engine/test_isolation.py": 1,
     "tests/unit/engine/test_ramp.py": 1,
     "tests/unit/engine/test_routes.py": 5,
-    "tests/unit/ext_proc/test_small_words.py": 1,
     "tests/unit/ext_proc/test_unreadable_bodies.py": 1,
     "tests/unit/operator/test_admin.py": 21,
     "tests/unit/operator/test_canary.py": 2,
@@ -133,7 +132,6 @@ READERS = {
     "tests/unit/operator/test_incidents.py": 2,
     "tests/unit/operator/test_overrides.py": 1,
     "tests/unit/operator/test_table.py": 2,
-    "tests/unit/request/test_notes.py": 2,
     "tests/unit/sessions/test_history.py": 11,
     "tests/unit/sessions/test_rates.py": 1,
     "tests/unit/store/test_chains.py": 3,
