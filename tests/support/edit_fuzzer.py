@@ -315,6 +315,8 @@ def check_narrow(body: bytes, without: frozenset[str] | None) -> str:
     old_value, new_value = _read_both(body, new)
     _compare_around(old_value, new_value, without)
     _check_bytes(body, new)
+    if narrow(_REQUEST, new, without) != new:
+        raise WrongEditError("something was left to do")
     return "narrowed"
 
 

@@ -167,6 +167,16 @@ def sample(service: Service, name: str, **labels: str) -> float:
     return service.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0
 
 
+def list_uncounted(service: Service, identity: str = "") -> dict[str, float]:
+    """How often a policy did not count, by reason; all policies together if none is named."""
+    found: dict[str, float] = {}
+    for metric in service.metrics.uncounted.collect():
+        for each in metric.samples:
+            if each.name.endswith("_total") and identity in ("", each.labels["policy"]):
+                found[each.labels["reason"]] = found.get(each.labels["reason"], 0) + each.value
+    return found
+
+
 def metadata_of(answer: ProcessingResponse) -> dict[str, Any]:
     """Our namespace of an answer's dynamic metadata."""
     metadata: dict[str, Any] = MessageToDict(answer.dynamic_metadata).get("loopguard", {})

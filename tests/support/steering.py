@@ -35,10 +35,22 @@ FORBIDDEN: dict[str, dict[str, Any]] = {
 """What forbids calls of them; these two APIs have no such choice."""
 
 
-def steered(answer: ProcessingResponse) -> dict[str, Any]:
+def changed(answer: ProcessingResponse) -> bytes:
     """The body that Envoy is told to send on; empty where it is told of none."""
-    data = answer.request_body.response.body_mutation.body
-    return json.loads(data) if data else {}
+    data: bytes = answer.request_body.response.body_mutation.body
+    return data
+
+
+def steered(answer: ProcessingResponse) -> dict[str, Any]:
+    """The same, decoded."""
+    found: dict[str, Any] = json.loads(changed(answer) or b"{}")
+    return found
+
+
+def set_headers(answer: ProcessingResponse) -> dict[str, str]:
+    """The headers that the upstream gets with it."""
+    options = answer.request_body.response.header_mutation.set_headers
+    return {option.header.key: option.header.raw_value.decode() for option in options}
 
 
 def ask(service: Service, data: bytes) -> ProcessingResponse:

@@ -15,7 +15,7 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.envoy_logs import log
 from tests.support.harness import PATIENCE
-from tests.support.service import make_service
+from tests.support.service import make_service, sample
 from tests.support.transport import Run, Running, until
 
 
@@ -61,8 +61,7 @@ def test_a_stop_does_not_wait_for_access_logs(run: Run) -> None:  # the fixture
     async def steps(made: Running) -> None:
         call = _open(made, PATIENCE)
         await call.write(log({}))
-        counted = made.service.metrics.access_log_entries.labels("taken")
-        await until(lambda: counted._value.get() > 0)
+        await until(lambda: sample(made.service, "access_log_entries_total", result="taken") > 0)
         async with asyncio.timeout(PATIENCE / 2):
             await made.server.stop(PATIENCE)
         assert await call.code() == grpc.StatusCode.OK

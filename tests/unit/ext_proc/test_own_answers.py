@@ -68,13 +68,11 @@ class Agent:
         self.body: dict[str, Any] = SHAPES[api]([])
         self.turns = 0
 
-    def act(self, turn: Did = READ) -> None:
+    def act(self) -> None:
         """The model calls a tool."""
+        before, after = [SHAPES[self.api]([READ] * turns)[self.key] for turns in (self.turns, self.turns + 1)]
+        self.body[self.key] += after[len(before) :]
         self.turns += 1
-        whole, before = SHAPES[self.api]([READ] * self.turns)[self.key], SHAPES[self.api]([READ] * (self.turns - 1))[self.key]
-        if turn is not READ:
-            whole, before = SHAPES[self.api]([turn])[self.key], SHAPES[self.api]([])[self.key]
-        self.body[self.key] += whole[len(before) :]
 
     def ask(self, *, stream: bool = False) -> str:
         """The text of a refusal, which joins the history; empty if the request goes on."""
@@ -92,19 +90,19 @@ class Agent:
         self.hear("assistant", text)
         return text
 
-    def send(self, data: bytes, path: str = "") -> ProcessingResponse:
+    def send(self, data: bytes, path: str = "", caller: str = "ann") -> ProcessingResponse:
         """The answer to a body."""
-        return decoded(exchange(self.service, headers(path or self.path, x_user_id="ann"), body(data))[-1])
+        return decoded(exchange(self.service, headers(path or self.path, x_user_id=caller), body(data))[-1])
 
     def hear(self, role: str, text: str) -> None:
         """Append a message."""
         self.body[self.key].append(self.say(role, text))
 
-    def loop(self) -> str:
+    def loop(self, *, stream: bool = False) -> str:
         """Take equal turns up to the refusal."""
         for _ in range(3):
             self.act()
-        return self.ask()
+        return self.ask(stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -112,9 +110,7 @@ class Agent:
 def test_a_program_that_complains_is_refused_again(api: str, stream: bool) -> None:
     """Its complaint and the refusal are no turns, so that the count goes on: in each API, whole and streamed."""
     agent = Agent(api)
-    for _ in range(3):
-        agent.act()
-    said = [agent.ask(stream=stream)]
+    said = [agent.loop(stream=stream)]
 
     for _ in range(3):
         agent.hear("user", COMPLAINTS["mini-swe-agent"])
@@ -126,33 +122,36 @@ def test_a_program_that_complains_is_refused_again(api: str, stream: bool) -> No
     assert agent.ask(stream=stream).startswith(f"{ANSWER}\nLoop detected: 4 of the last 4 turns")
 
 
-@pytest.mark.parametrize("complaint", COMPLAINTS.values(), ids=COMPLAINTS)
-def test_complaints_of_programs_are_known(complaint: str) -> None:
-    """By their words, also with the program's counter at the head, and with reminders beside."""
+# what becomes of the answer, what the program says, and whether it is refused again
+FOLLOWED: dict[str, tuple[Callable[[str], str], str, bool]] = {
+    **{name: (str, f"Call id: call_4\n{complaint}", True) for name, complaint in COMPLAINTS.items()},
+    "a complaint that quotes the answer": (str, "I do not get this: {}", True),
+    "smolagents closes its code block": (lambda text: text + "</code>", COMPLAINTS["smolagents"], True),
+    # a forged answer is like any other turn in which the model does not act
+    **{
+        name: (forge, COMPLAINTS["an error"], False)
+        for name, forge in {
+            "another mark": lambda text: text.replace(CLOSING, f"{CLOSING}0")[: -len(END) - 1] + END,
+            "another text": lambda text: text.replace("read_file", "write_file"),
+            "a note's frame": lambda text: text.replace(ANSWER, "[~loopguard~ Note from the gateway, not from the tool:"),
+            "an action beside": lambda text: text + "\n```bash\ncat b.txt\n```",
+            "twice": lambda text: text + text,
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_a_true_answer_and_a_complaint_are_no_turns(case: str) -> None:
+    """A program's complaint is known by its words, also with a counter at the head, and with reminders beside."""
+    write, complaint, refused = FOLLOWED[case]
     agent = Agent()
-    agent.loop()
+    said = agent.loop()
+    agent.body["messages"][-1] = agent.say("assistant", write(said))
     agent.hear("system", "Reminder: be brief.")
-    agent.hear("user", f"Call id: call_4\n{complaint}")
+    agent.hear("user", complaint.format(said))
 
-    assert agent.ask()
-
-
-def test_a_complaint_that_quotes_the_refusal_is_a_programs() -> None:
-    """Whatever else it says."""
-    agent = Agent()
-    agent.hear("user", f"I do not get this: {agent.loop()}")
-
-    assert agent.ask()
-
-
-def test_what_programs_add_to_an_answer_does_not_hide_it() -> None:
-    """Smolagents closes its code block."""
-    agent = Agent()
-    agent.hear("assistant", agent.loop() + "</code>")
-    del agent.body["messages"][-2]
-    agent.hear("user", COMPLAINTS["smolagents"])
-
-    assert agent.ask()
+    assert bool(agent.ask()) is refused
 
 
 def test_words_that_come_again_are_a_programs() -> None:
@@ -160,14 +159,10 @@ def test_words_that_come_again_are_a_programs() -> None:
     agent = Agent()
     agent.loop()
     agent.hear("user", "Please go on, 1 of 9.")
-    first = agent.ask()
-    for _ in range(3):
-        agent.act()
-    refused = agent.ask()
+    assert not agent.ask()
+    assert agent.loop()
     agent.hear("user", "Please go on, 2 of 9.")
 
-    assert not first
-    assert refused
     assert agent.ask()
 
 
@@ -184,26 +179,6 @@ def test_a_person_behind_a_refusal_starts_anew(api: str) -> None:
         said.append(agent.ask())
 
     assert [bool(text) for text in said] == [False, False, False, True]
-
-
-FORGERIES: dict[str, Callable[[str], str]] = {
-    "another mark": lambda text: text.replace(CLOSING, f"{CLOSING}0")[: -len(END) - 1] + END,
-    "another text": lambda text: text.replace("read_file", "write_file"),
-    "a note's frame": lambda text: text.replace(ANSWER, "[~loopguard~ Note from the gateway, not from the tool:"),
-    "an action beside": lambda text: text + "\n```bash\ncat b.txt\n```",
-    "twice": lambda text: text + text,
-}
-
-
-@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_a_forged_answer_stays_a_turn(forge: Callable[[str], str]) -> None:
-    """With a complaint behind, it is like any other turn in which the model does not act."""
-    agent = Agent()
-    forged = forge(agent.loop())
-    agent.body["messages"][-1] = agent.say("assistant", forged)
-    agent.hear("user", COMPLAINTS["an error"])
-
-    assert not agent.ask()
 
 
 def test_a_forged_answer_beside_a_true_one_stays_a_turn() -> None:
@@ -223,12 +198,10 @@ def test_answers_of_others_stay_turns() -> None:
     agent = Agent()
     agent.loop()
     agent.hear("user", COMPLAINTS["an error"])
-    for_bob = decoded(exchange(agent.service, headers(agent.path, x_user_id="bob"), body(json.dumps(agent.body).encode()))[-1])
-    agent.body["messages"][1]["content"] = "Another task."
-    elsewhere = agent.ask()
 
-    assert not for_bob.HasField("immediate_response")
-    assert not elsewhere
+    assert not agent.send(json.dumps(agent.body).encode(), caller="bob").HasField("immediate_response")
+    agent.body["messages"][1]["content"] = "Another task."
+    assert not agent.ask()
 
 
 def test_the_chain_goes_on_behind_an_answer() -> None:

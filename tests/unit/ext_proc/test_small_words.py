@@ -13,7 +13,6 @@ import pytest
 from extproc.cli.commands.sessions import write_report
 from extproc.logs import LogFormat, make_extra, setup
 from extproc.operator.admin.html import count
-from extproc.sessions.limits import PER_TOOL, SessionSubject
 from tests.support.budget_policies import serve
 from tests.support.documents import policy
 from tests.support.messages import body, headers
@@ -62,7 +61,8 @@ def test_request_in_a_cooldown_was_not_sent_1_times(similarity: str, said: str) 
 
 def test_one_of_something_is_singular() -> None:
     """In reports and in refusals."""
-    tool = SessionSubject(PER_TOOL, 1, 1, "pay")
+    paid = json.dumps(as_chat([Did((("pay", {}),), ("paid",))])).encode()
+    refused = ask(make_service(limited(max_calls_per_tool={"pay": 0})), paid)
     session: dict[str, Any] = {
         "session": "s", "caller": "c", "alias": None, "labels": None, "descriptors": None, "policy": "p", "mode": "enforce",
         "total_step_count": 1, "total_tool_calls": 1, "actual_cost": 0, "estimated_cost": 0, "total_block_count": 0,
@@ -76,7 +76,7 @@ def test_one_of_something_is_singular() -> None:
     }  # fmt: skip
 
     assert (count(1, "loop"), count(1_234, "loop"), count(0, "loop")) == ("1 loop", "1,234 loops", "0 loops")
-    assert "the tool pay was called once in this session" in tool._explain()
+    assert "the tool pay was called once in this session" in told(refused)["message"]
     assert "  called 1 time: pay" in write_report({"problem": None, "sessions": [session]})
 
 

@@ -1,0 +1,235 @@
+"""Bodies of real SDKs, edited: requests of the SDK still, whose beginning, which providers cache, stays as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from fake_model import Answer, Call, FakeModel, fake_model
+from pydantic import TypeAdapter
+
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.frameworks import (
+    Errand,
+    Run,
+    run_bedrock_agent,
+    run_gemini_agent,
+    run_langchain,
+    run_messages_agent,
+    run_ollama_agent,
+    run_openai_agent,
+    run_openai_responses_agent,
+    run_pydantic_agent,
+)
+from tests.support.messages import body, headers
+from tests.support.model_requests import BODIES
+from tests.support.service import decoded, exchange, make_service, repeat
+from tests.support.session_limits import limited
+from tests.support.steering import FORBIDDEN, changed
+from tests.support.turn_writers import PATHS
+from tests.support.validators import VALIDATORS
+
+SDKS: dict[str, Run] = {
+    "chat": run_openai_agent,
+    "chat of langchain": run_langchain,
+    "chat of pydantic-ai": run_pydantic_agent,
+    "responses": run_openai_responses_agent,
+    "anthropic": run_messages_agent,
+    "gemini": run_gemini_agent,
+    "bedrock": run_bedrock_agent,
+    "ollama": run_ollama_agent,
+}
+RECORDED = ("chat_stuck", "chat_parallel_calls", "responses_stuck", "responses_parallel_calls", "anthropic_stuck",
+            "anthropic_parallel_calls")  # fmt: skip  # one list
+NARROWINGS: list[dict[str, Any]] = [
+    {"max_calls_per_tool": {"check": 3}},
+    {"max_tool_calls": 3, "max_tool_calls_mode": "finish"},
+]
+"""Limits that take one tool away behind three calls of it, or forbid all."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[FakeModel]:
+    """A model that calls a tool three times."""
+    with fake_model() as made:
+        yield made
+
+
+def record(model: FakeModel, name: str) -> bytes:
+    """The last request of an SDK's agent, with three calls in its history."""
+
+    def answer(number: int) -> Answer:
+        return "Done." if number % 4 == 3 else [Call("check")]
+
+    model.scripts[name] = answer
+    SDKS[name](Errand(f"http://127.0.0.1:{model.port}", name, lambda: "pending", lambda: "It is done."))
+    return model.bodies[name]
+
+
+def split(data: bytes) -> dict[str, bytes]:
+    """The members of a body as they stand in it, in order."""
+    return {key: bytes(item) for key, item in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items()}
+
+
+# --- without a tool, or without any that may be called
+
+
+class Types(NamedTuple):
+    """What an SDK says about tools.
+
+    Attributes:
+        tools: the type of a list of them.
+        choice: the type of a choice among them.
+        named: the choice of `check`.
+        mended: the same when `check` is gone.
+    """
+
+    tools: Any
+    choice: Any
+    named: object
+    mended: object
+
+
+def _function(name: str) -> dict[str, str]:
+    return {"type": "function", "name": name}
+
+
+def _type_chat() -> Types:
+    from openai.types.chat import ChatCompletionToolChoiceOptionParam, ChatCompletionToolUnionParam
+
+    named = {"type": "function", "function": {"name": "check"}}
+    return Types(list[ChatCompletionToolUnionParam], ChatCompletionToolChoiceOptionParam, named, "auto")
+
+
+def _type_responses() -> Types:
+    from openai.types.responses import ToolParam
+    from openai.types.responses.response_create_params import ToolChoice
+
+    allowed = {"type": "allowed_tools", "mode": "required"}
+    named = allowed | {"tools": [_function("check"), _function("ask_colleague")]}
+    return Types(list[ToolParam], ToolChoice, named, allowed | {"tools": [_function("ask_colleague")]})
+
+
+def _type_anthropic() -> Types:
+    from anthropic.types import ToolChoiceParam, ToolUnionParam
+
+    held = {"disable_parallel_tool_use": True}
+    return Types(list[ToolUnionParam], ToolChoiceParam, {"type": "tool", "name": "check", **held}, {"type": "auto", **held})
+
+
+def _type_gemini() -> Types:
+    from google.genai.types import Tool, ToolConfig
+
+    named = {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["check"]}}
+    return Types(list[Tool], ToolConfig, named, {"functionCallingConfig": {"mode": "NONE"}})
+
+
+TYPES: dict[str, Callable[[], Types]] = {
+    "chat": _type_chat,
+    "responses": _type_responses,
+    "anthropic": _type_anthropic,
+    "gemini": _type_gemini,
+}
+
+
+def narrow(name: str, data: bytes) -> list[ProcessingResponse]:
+    """The answers to a request behind three calls of `check`: when only these are counted, and when all calls are."""
+    sent = headers(PATHS[name], x_team="t", x_session_id="s"), body(data)
+    return [decoded(exchange(make_service(limited(**limits)), *sent)[-1]) for limits in NARROWINGS]
+
+
+def list_names(tools: list[Any]) -> list[str]:
+    """The names of tools, in any API."""
+    declared = [one for tool in tools for one in tool.get("functionDeclarations", [tool])]
+    return [one.get("function", one.get("toolSpec", one))["name"] for one in declared]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPES)
+def test_a_narrowed_request_is_one_of_the_sdk(model: FakeModel, name: str) -> None:
+    """The tool is not declared any more, the choice is not of it or is none, and all the rest is as the SDK sent it."""
+    types, sent = TYPES[name](), record(model, name)
+    ((key, none),) = FORBIDDEN[name].items()
+    sent = sent.rstrip()[:-1] + f',"{key}":{json.dumps(types.named)}}}'.encode()
+
+    fewer, nothing = [json.loads(changed(answer)) for answer in narrow(name, sent)]
+
+    for new, choice, left in ((fewer, types.mended, ["ask_colleague"]), (nothing, none, ["check", "ask_colleague"])):
+        VALIDATORS[name](new)
+        TypeAdapter(types.tools).validate_python(new["tools"], extra="forbid")
+        TypeAdapter(types.choice).validate_python(new[key], extra="forbid")
+        assert list_names(new["tools"]) == left
+        assert new == json.loads(sent) | {"tools": new["tools"], key: choice}
+
+
+def test_bedrock_has_no_choice_of_none(model: FakeModel) -> None:
+    """By botocore's own model a narrowed request is valid; where no tool may be called, none is offered."""
+    sent = json.loads(record(model, "bedrock"))
+    sent["toolConfig"]["toolChoice"] = {"tool": {"name": "check"}}
+
+    fewer, refused = narrow("bedrock", json.dumps(sent).encode())
+
+    new = json.loads(changed(fewer))
+    VALIDATORS["bedrock"](new)
+    assert list_names(new["toolConfig"]["tools"]) == ["ask_colleague"]
+    assert new["toolConfig"]["toolChoice"] == {"auto": {}}
+    assert refused.immediate_response.status.code == 429
+
+
+def test_ollama_does_without_tools(model: FakeModel) -> None:
+    """It has no choice among them, and takes a history of calls without any."""
+    from ollama._types import ChatRequest
+
+    fewer, nothing = [json.loads(changed(answer)) for answer in narrow("ollama", record(model, "ollama"))]
+
+    assert ChatRequest.model_validate(fewer)
+    assert list_names(fewer["tools"]) == ["ask_colleague"]
+    assert "tools" not in nothing
+    assert nothing["messages"] == fewer["messages"]
+
+
+# --- with a note
+
+
+def split_messages(listed: bytes) -> tuple[list[bytes], list[bytes]]:
+    """A list of messages as they stand in it: up to the model's last one, and the newer ones."""
+    messages = [bytes(item) for item in msgspec.json.decode(listed, type=list[msgspec.Raw])]
+    said = [json.loads(message) for message in messages]
+    calls = [str(one.get("type")).endswith("_call") or one.get("role") in ("assistant", "model") for one in said]
+    newest = len(calls) - calls[::-1].index(True)
+    return messages[:newest], messages[newest:]
+
+
+def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
+    """See that nothing but the choice among tools changes before the newest messages, wherever it stands."""
+    service = make_service(policy("p", ANY, action=action, threshold_identical_requests=2, **loop))
+    before, after = split(sent), split(changed(repeat(service, headers(PATHS[api]), body(sent), times=2)))
+    forbidden = FORBIDDEN[api] if action == "land" and before.keys() & {"tools", "toolConfig"} else {}
+    key = next(key for key in ("messages", "input", "contents") if key in before)
+
+    (earlier, newest), (kept, noted) = split_messages(before[key]), split_messages(after[key])
+    assert kept == earlier
+    assert len(noted) == len(newest)
+    assert noted != newest
+    assert {name: json.loads(after[name]) for name in forbidden} == forbidden
+    others = [(name, value) for name, value in before.items() if name != key and name not in forbidden]
+    assert [(name, value) for name, value in after.items() if name != key and name not in forbidden] == others
+
+
+@pytest.mark.parametrize("action", ["steer", "land"])
+@pytest.mark.parametrize("name", SDKS)
+def test_no_byte_before_an_sdk_s_newest_message_changes(model: FakeModel, name: str, action: str) -> None:
+    """Its tools stay declared, and a landing forbids them if the API can."""
+    check_prefix(name.partition(" ")[0], action, record(model, name), similarity="turns")
+
+
+@pytest.mark.parametrize("action", ["steer", "land"])
+@pytest.mark.parametrize("name", RECORDED)
+def test_no_byte_before_recorded_newest_messages_changes(name: str, action: str) -> None:
+    """Streamed, with a system prompt, several calls at once, or a choice before the messages."""
+    check_prefix(name.partition("_")[0], action, BODIES[name])
