@@ -84,7 +84,7 @@ class Ahead:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        for module in ("reporting", "overrides"):
+        for module in ("reporting", "conversation_table", "loop_table", "overrides"):
             monkeypatch.setattr(f"extproc.operator.{module}.time", self)
 
     def __call__(self) -> float:

@@ -235,9 +235,9 @@ def test_rows_of_replicas_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(monkeypatch, replicas=2)
     fleet.clock.seconds = -4_000
     fleet.fail(tasks="789", tool="read")
-    fleet.clock.seconds = 0
-    fleet.fail("abc")
-    fleet.fail("bcd", replica=1)
+    for replica, callers in enumerate(("abc", "bcd")):
+        fleet.clock.seconds = 0
+        fleet.fail(callers, replica=replica)
 
     (row,) = fleet.list_incidents()
 
