@@ -129,7 +129,6 @@ READERS = {
     "tests/unit/ext_proc/test_small_words.py": 1,
     "tests/unit/ext_proc/test_unreadable_bodies.py": 1,
     "tests/unit/ext_proc/test_wire.py": 10,
-    "tests/unit/operator/test_table.py": 2,
     "tests/unit/request/test_notes.py": 2,
     "tests/unit/sessions/test_history.py": 11,
     "tests/unit/sessions/test_rates.py": 1,

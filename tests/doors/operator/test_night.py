@@ -6,13 +6,10 @@ import json
 import re
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +37,6 @@ CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "se
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
 
-_steps = count()
 
 TENANTS = 1_200
 """More than a table holds."""
@@ -122,45 +118,15 @@ def night() -> Iterator[Night]:
                 replica.stop()
 
 
-@pytest.fixture(autouse=True)
-def _healthy(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test of the night does not affect other agents: those that make progress are let through."""
-    if "night" not in request.fixturenames:
-        yield
-        return
-    with working(request.getfixturevalue("night").send) as statuses:
-        yield
-    assert set(statuses) == {200}
-
-
-@contextmanager
-def working(send: Callable[..., list[int]]) -> Iterator[list[int]]:
-    """Run some agents in the background, whose requests all differ; yields the statuses they got."""
-    statuses: list[int] = []
-    over = threading.Event()
-
-    def work() -> None:
-        for step in _steps:
-            body = json.dumps({"messages": [{"role": "user", "content": f"step {step}"}]}).encode()
-            for path in ("/v1/chat/completions", "/hook/billing", "/poll"):
-                statuses.extend(send(path, f"healthy-{step % 5}", body=body))
-            if over.wait(0.05):
-                return
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield statuses
-    finally:
-        over.set()
-        thread.join()
-
-
 def test_every_caller_is_named_for_what_it_does(night: Night) -> None:
     """Every replica tells the storm, the stuck agent and the poller apart, and reports no other caller."""
     assert night.send("/hook/billing", "storm", 30) == [200] * 19 + [429] * 11
     assert night.send("/v1/chat/completions", "agent-7", 5, STUCK) == [429] * 5
     assert night.send("/poll", "poller", 6) == [200] + [429] * 5
+    for step in range(5):
+        content = json.dumps({"messages": [{"role": "user", "content": f"step {step}"}]}).encode()
+        for path in ("/v1/chat/completions", "/hook/billing", "/poll"):
+            assert night.send(path, f"healthy-{step}", body=content) == [200]
     expected = {
         "storm": ("webhooks", "/hook/billing", [], 17, 11),
         "agent-7": ("agents", "/v1/chat/completions", ["search_the_web"], 0, 5),
@@ -210,15 +176,6 @@ def test_callers_are_hidden_and_shown_again_while_the_server_runs(night: Night) 
 
         assert {loop["descriptors"] is None for loop in list_loops(first.ask("/loops"))} == hidden
         assert {loop["descriptors"] is None for loop in list_loops(second.ask("/loops"))} <= {False}
-
-
-def test_a_release_holds_on_both_replicas(night: Night) -> None:
-    """A cooldown of ten minutes is over for the released caller everywhere, and a new loop begins a new count."""
-    assert night.send("/poll", "carl", 5) == [200, 429, 429, 429, 429]
-
-    night.order("release", "--caller", "x-user-id=carl")
-
-    assert night.send("/poll", "carl", 3) == [200, 429, 429]
 
 
 def test_what_operators_do_is_told(night: Night) -> None:

@@ -346,7 +346,8 @@ def test_a_server_is_ready_from_serving_until_draining(tmp_path: Path) -> None:
         write_policies(tmp_path, bundle(GUARD))
         eventually(lambda: "unenforced" not in running.ask("/readyz"), "the reload")
         running.signal(signal.SIGTERM)
-        draining = eventually(lambda: (now := running.get("/readyz"))[0] == 503 and now[1], "the drain")
+        eventually(lambda: running.get("/readyz")[0] == 503, "the drain")
+        draining = json.loads(running.get("/readyz")[1])
         running.signal(signal.SIGTERM)
         running.wait()
     finally:
@@ -355,7 +356,7 @@ def test_a_server_is_ready_from_serving_until_draining(tmp_path: Path) -> None:
     assert starting == (503, {"status": "starting", "build": BUILD, "store": "ok"})
     assert "unavailable" in ready.pop("store")
     assert ready == {"status": "ready", "build": BUILD, "unenforced": 1}
-    assert json.loads(draining)["status"] == "draining"
+    assert draining["status"] == "draining"
 
 
 def test_healthy_until_the_event_loop_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,8 @@ def test_what_costs_most_now_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
             exchange(service, headers("/", x_user_id=user), body(b"x" * size))
 
     for sort, expected in (("now", [4, 8]), ("", [4, 8]), ("cost", [8, 4]), ("first", [8, 4]), ("last", [4, 8])):
-        rows = look(service, **({"sort": sort} if sort else {}))["conversations"]
+        query: dict[str, Any] = {"sort": sort} if sort else {}
+        rows = look(service, **query)["conversations"]
         assert [row["requests"] for row in rows] == expected, sort
     assert [row["looping"] for row in rows] == [True, False]
     paces = [row["input_tokens_per_minute"] for row in rows]

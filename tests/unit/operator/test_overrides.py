@@ -90,7 +90,7 @@ CALLER, SESSION = hash_tenant("x-team=t|x-user-id=ann"), hash_descriptor("header
 )
 def test_all_that_is_named_must_hold(target: dict[str, Any], holds: bool) -> None:
     """An override holds for a request that has everything it names, whatever else the request has."""
-    keys = {"limit_keys": ["header:x-user-id", "header:x-team"], "session": {"keys": ["header:x-session-id"]}}
+    keys: dict[str, Any] = {"limit_keys": ["header:x-user-id", "header:x-team"], "session": {"keys": ["header:x-session-id"]}}
     one = operate(1, policy("p", ANY, similarity="mcp", **keys))
     one.give(kind="block", **target)
 
