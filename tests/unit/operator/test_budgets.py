@@ -281,7 +281,7 @@ def test_a_grant_that_the_store_does_not_take_can_be_given_again() -> None:
     """It leaves nothing behind that would keep the next one from being added."""
     store = Away()
     made = operate(limited(daily(2)), store=store)
-    order = {"kind": "grant", "caller": use_up(made, 3), "budget": "daily", "amount": 1, "key": "x"}
+    order: dict[str, Any] = {"kind": "grant", "caller": use_up(made, 3), "budget": "daily", "amount": 1, "key": "x"}
 
     store.away = COUNTS
     failed = made.post(order)[0]
@@ -404,7 +404,7 @@ def test_the_proposed_amount_covers_what_was_overspent(limit: float, left: float
 def describe(limit: str, used: float, allowed: float, cost: float = 0) -> dict[str, Any]:
     """A row of /sessions, as far as commands depend on it."""
     refusal = {"limit": limit, "used": used, "allowed": allowed, "tool": None}
-    row = {"session": "s", "caller": "c", "killed": None, "orders": [], "total_step_count": 4}
+    row: dict[str, Any] = {"session": "s", "caller": "c", "killed": None, "orders": [], "total_step_count": 4}
     return {**row, "refused": refusal, "actual_cost": cost}
 
 
