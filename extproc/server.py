@@ -99,7 +99,11 @@ class Transport(Protocol):
 
 
 class Server:
-    """One running Loopguard."""
+    """One running Loopguard.
+
+    Attributes:
+        app: the pages of the admin port, as an ASGI application.
+    """
 
     def __init__(self, settings: Settings) -> None:
         """Load the policies and open the store; nothing listens yet. Raises LoopguardError if something cannot be used."""
@@ -135,7 +139,7 @@ class Server:
         budgets = Board("budgets", BudgetDocument, reporter.budgets, store, self._shows_callers, replica)
         self._replicas = ReplicaWatch(store, replica, self._shares_budgets, self._note_replicas)
         self._boards: list[Board[Any]] = [loops, conversations, sessions, incidents, coverage, budgets]
-        self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view(), budgets.view())
+        self._overrides.list_seen = lambda: find_seen(loops.view(), sessions.view(), budgets.view())
         self._overrides.list_budgets = lambda: budgets.view().document.rows
         loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions, conversations)
         session_pages = SessionPages(sessions, self._shows_callers)
@@ -159,7 +163,8 @@ class Server:
             *canary_pages.list_routes(),
             *route_overrides(self._overrides, self._credentials, lambda: self._loop),
         ]
-        self._admin = AdminServer(make_app(metrics, routes, self._credentials))
+        self.app = make_app(metrics, routes, self._credentials)
+        self._admin = AdminServer(self.app)
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()
         self._skip_grace = asyncio.Event()
@@ -417,7 +422,7 @@ class Server:
         self._metrics.replicas.set(number)
 
 
-def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
+def find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
     """The hashes in what all replicas have reported."""
     in_sessions: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
     rows: list[Loop | SessionRow | BudgetRow] = [*in_sessions, *[row for row in budgets.document.rows if row.orderable]]

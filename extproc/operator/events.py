@@ -72,12 +72,12 @@ MAX_BATCH = 100
 QUIET_SECONDS = 60
 """A loop has ended if none of its requests was acted on for this long."""
 
-_GATHER_SECONDS = 0.5
-_FIRST_WAIT_SECONDS = 0.5
+GATHER_SECONDS = 0.5
+FIRST_WAIT_SECONDS = 0.5
 _LONGEST_WAIT_SECONDS = 30.0
 _ANSWER_SECONDS = 10.0
 _MOST_ANSWERED = 2**16
-_LAST_SECONDS = 2.0
+LAST_SECONDS = 2.0
 """How long the process waits at its end for events to be sent."""
 
 _REMIND_SECONDS = 60.0
@@ -134,14 +134,14 @@ class Events:
         """Send remaining events, if that is quick."""
         self._ending.set()
         self._wake.set()
-        self._thread.join(_LAST_SECONDS)
+        self._thread.join(LAST_SECONDS)
         self._drop(len(self._take(MAX_QUEUED)), "the process ends")
 
     def _run(self) -> None:
         while not (self._ending.is_set() and not self._queue):
             self._wake.wait()
             self._wake.clear()
-            self._ending.wait(_GATHER_SECONDS)  # what happens together goes together
+            self._ending.wait(GATHER_SECONDS)  # what happens together goes together
             while batch := self._take(MAX_BATCH):
                 try:
                     self._deliver([write_event(*event, source=self._source) for event in batch])
@@ -159,7 +159,7 @@ class Events:
 
     def _deliver(self, events: Sequence[bytes]) -> None:
         """Send events, with as many attempts as necessary."""
-        waits = _FIRST_WAIT_SECONDS
+        waits = FIRST_WAIT_SECONDS
         while True:
             try:
                 self._sink.send(events)

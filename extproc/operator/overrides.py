@@ -59,7 +59,7 @@ from extproc.store.rules.session import NANO_DOLLARS
 _LOG = logging.getLogger("loopguard")
 
 _BOOK = "overrides"
-_POLL_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 DEFAULT_SECONDS: Final = 1_800
 SESSION_SECONDS: Final = 86_400
@@ -220,7 +220,7 @@ class OverrideService:
     async def follow(self) -> None:
         """Apply orders that are given anywhere, until cancelled."""
         while True:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             try:
                 await self.refresh()
             except StoreError:

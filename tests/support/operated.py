@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from threading import Thread
 from typing import Any, TypeVar
 
+import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -39,7 +41,7 @@ from extproc.operator.loop_rows import LoopDocument
 from extproc.operator.overrides import OverrideService
 from extproc.operator.session_rows import SessionDocument
 from extproc.operator.session_table import SessionTable
-from extproc.server import _find_seen
+from extproc.server import find_seen
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
@@ -75,6 +77,19 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 NOTHING, COUNTS, ALL = range(3)
+
+
+class Ahead:
+    """A clock of the operator's tables and orders that a test puts forward, in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        for module in ("reporting", "conversation_table", "loop_table", "overrides"):
+            monkeypatch.setattr(f"extproc.operator.{module}.time", self)
+
+    def __call__(self) -> float:
+        """The time."""
+        return time.time() + self.seconds
 
 
 class Away:
@@ -119,7 +134,7 @@ class Operated:
         self.services = list(services) or [make_service(*policies, store=self.store, **settings) for _ in range(replicas)]
         self.givers = [OverrideService(self.store, service, service.metrics) for service in self.services]
         for place, giver in enumerate(self.givers):
-            giver.list_seen = partial(self._find_seen, place)
+            giver.list_seen = partial(self._find_hashes, place)
             giver.list_budgets = partial(self._list_budgets, place)
         self.orders = orders
         self.says_coverage = True
@@ -236,9 +251,9 @@ class Operated:
                 run(begin(board))
         return own
 
-    def _find_seen(self, replica: int) -> Any:  # noqa: ANN401  # of orders
+    def _find_hashes(self, replica: int) -> Any:  # noqa: ANN401  # of orders
         boards = self._open_boards(replica)
-        return _find_seen(boards["loops"].view(), boards["sessions"].view(), boards["budgets"].view())
+        return find_seen(boards["loops"].view(), boards["sessions"].view(), boards["budgets"].view())
 
     def _list_budgets(self, replica: int) -> list[BudgetRow]:
         found: BudgetDocument = self._open_boards(replica)["budgets"].view().document

@@ -18,7 +18,7 @@ from extproc.errors import UsageError
 from extproc.settings import Address
 from extproc.sockets import open_listening_socket
 
-_CLIENT_SECONDS = 30
+CLIENT_SECONDS = 30
 """Seconds. A client that has not completed a request and its answer by then is dropped, even if it sends or reads bytes."""
 
 _MAX_CLIENTS = 256
@@ -92,4 +92,4 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _allow_time(self) -> None:
-        self.deadline = self.loop.call_later(_CLIENT_SECONDS, self.transport.abort)
+        self.deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)

@@ -28,6 +28,12 @@ CHAT, MESSAGES, GEMINI, BEDROCK = (
     "/model/m/converse",
 )
 NAMES = ["authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"]
+GATEWAYS = [
+    "ocp-apim-subscription-key", "x-litellm-api-key", "x-portkey-api-key", "cf-aig-authorization", "helicone-auth",
+    "x-amz-security-token", "private-token", "x-vault-token", "apikey",
+]  # fmt: skip
+PARAMETERS = ["api_key", "access_token", "clientSecret"]
+THEIRS = [*(f"header:{name}" for name in GATEWAYS), *(f"query:{name}" for name in PARAMETERS)]
 CALLER = {"first_of": ["jwt:sub", "credential", "header:x-user-id"], "name": "caller"}
 KEYS = ["credential", *(f"header:{name}" for name in NAMES), "query:key"]
 ANY = {"pathPrefix": "/"}
@@ -41,6 +47,8 @@ POLICIES = bundle(
     policy("plain", ANY, limit_keys=KEYS, action="warn", **LABELS),
     policy("new", ANY, mode="shadow", canary_of="plain", limit_keys=KEYS, threshold_identical_requests=2),
     policy("caller", ANY, limit_keys=[CALLER], action="warn", enforce_percent=50, ramp_by=["credential"], **LABELS),
+    policy("gateways", {"pathPrefix": "/gateway"}, limit_keys=[*THEIRS, "header:x-team"], labels=THEIRS[:8], action="warn"),
+    policy("first", {"pathPrefix": "/gateway"}, limit_keys=[{"first_of": THEIRS, "name": "caller"}], action="warn"),
     policy(
         "sessions",
         ANY,
@@ -70,6 +78,10 @@ def make_requests(secret: str) -> Iterator[tuple[str, dict[str, str]]]:
     yield f"{GEMINI}?key={secret}&alt=sse", {"x-api-key": secret, "authorization": f"Bearer {secret}"}
     yield f"{GEMINI}?key={secret}&alt=sse", {}
     yield f"/other?a=b&key={secret}", {}
+    for name in GATEWAYS:
+        yield "/gateway", {name: f"Bearer {secret}"}
+    for name in PARAMETERS:
+        yield f"/gateway?a=b&{name}={secret}", {}
 
 
 def make_body() -> bytes:

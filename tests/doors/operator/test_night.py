@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,6 @@ CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "se
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
 
-_steps = count()
 
 TENANTS = 1_200
 """More than a table holds."""
@@ -121,45 +118,15 @@ def night() -> Iterator[Night]:
                 replica.stop()
 
 
-@pytest.fixture(autouse=True)
-def _healthy(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test of the night does not affect other agents: those that make progress are let through."""
-    if "night" not in request.fixturenames:
-        yield
-        return
-    with working(request.getfixturevalue("night").send) as statuses:
-        yield
-    assert set(statuses) == {200}
-
-
-@contextmanager
-def working(send: Callable[..., list[int]]) -> Iterator[list[int]]:
-    """Run some agents in the background, whose requests all differ; yields the statuses they got."""
-    statuses: list[int] = []
-    over = threading.Event()
-
-    def work() -> None:
-        for step in _steps:
-            body = json.dumps({"messages": [{"role": "user", "content": f"step {step}"}]}).encode()
-            for path in ("/v1/chat/completions", "/hook/billing", "/poll"):
-                statuses.extend(send(path, f"healthy-{step % 5}", body=body))
-            if over.wait(0.05):
-                return
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield statuses
-    finally:
-        over.set()
-        thread.join()
-
-
 def test_every_caller_is_named_for_what_it_does(night: Night) -> None:
     """Every replica tells the storm, the stuck agent and the poller apart, and reports no other caller."""
     assert night.send("/hook/billing", "storm", 30) == [200] * 19 + [429] * 11
     assert night.send("/v1/chat/completions", "agent-7", 5, STUCK) == [429] * 5
     assert night.send("/poll", "poller", 6) == [200] + [429] * 5
+    for step in range(5):
+        content = json.dumps({"messages": [{"role": "user", "content": f"step {step}"}]}).encode()
+        for path in ("/v1/chat/completions", "/hook/billing", "/poll"):
+            assert night.send(path, f"healthy-{step}", body=content) == [200]
     expected = {
         "storm": ("webhooks", "/hook/billing", [], 17, 11),
         "agent-7": ("agents", "/v1/chat/completions", ["search_the_web"], 0, 5),
@@ -199,13 +166,16 @@ def test_a_poller_is_freed_and_a_runaway_is_stopped_everywhere(night: Night) -> 
         assert replica.metric("overridden_total", kind="block") > 0
 
 
-def test_a_release_holds_on_both_replicas(night: Night) -> None:
-    """A cooldown of ten minutes is over for the released caller everywhere, and a new loop begins a new count."""
-    assert night.send("/poll", "carl", 5) == [200, 429, 429, 429, 429]
+def test_callers_are_hidden_and_shown_again_while_the_server_runs(night: Night) -> None:
+    """SIGUSR1 turns the values of callers off and on, and that is logged; the other replica is unchanged."""
+    night.send("/poll", "shown", 2)
+    first, second = night.made.replicas
+    for wait, hidden in (("callers are shown by a hash", {True}), ("callers are shown by their values", {False})):
+        first.signal(signal.SIGUSR1)
+        first.wait_for(f"SIGUSR1: {wait}")
 
-    night.order("release", "--caller", "x-user-id=carl")
-
-    assert night.send("/poll", "carl", 3) == [200, 429, 429]
+        assert {loop["descriptors"] is None for loop in list_loops(first.ask("/loops"))} == hidden
+        assert {loop["descriptors"] is None for loop in list_loops(second.ask("/loops"))} <= {False}
 
 
 def test_what_operators_do_is_told(night: Night) -> None:
@@ -289,6 +259,38 @@ def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.Capture
     night.valkey.client().flushall()
     eventually(lambda: night.count_orders() == [0, 0], "the end of all orders on both replicas")
     assert night.send("/v1/chat/completions", "let-go", 1, STUCK) == [429]
+
+
+def test_other_programs_are_told(tmp_path: Path) -> None:
+    """A loop, an override, a policy that begins to act, and a store that goes and comes back are events, each once."""
+    file = tmp_path / "events.jsonl"
+    looked = policy("p", {"pathPrefix": "/"}, mode="shadow", **USER)
+    with server() as valkey, stack(bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)) as made:
+
+        def wait_for(kind: str) -> dict[str, Any]:
+            return eventually(lambda: _find_event(file, kind), f"an event {kind}")
+
+        for _ in range(4):
+            made.send("/", headers={"x-user-id": "ann"})
+        began = wait_for("loop.began")
+        made.write_policies(bundle({**looked, "spec": {**looked["spec"], "mode": "enforce"}}))
+        promoted = wait_for("policy.promoted")
+        valkey.kill()
+        made.send("/", headers={"x-user-id": "bob"})
+        wait_for("store.lost")
+        valkey.start()
+        wait_for("store.back")
+
+    kinds = [json.loads(line)["type"] for line in file.read_text().splitlines()]
+    assert (began["data"]["mode"], began["data"]["requests"]) == ("shadow", {"reject": 2})
+    assert (promoted["subject"], promoted["data"]["mode"]) == ("p", "enforce")
+    assert len(kinds) == len(set(kinds))
+
+
+def _find_event(file: Path, kind: str) -> dict[str, Any] | None:
+    """The first event of a type in a file."""
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return next((event for event in events if event["type"] == f"io.loopguard.{kind}.v1"), None)
 
 
 def test_without_the_store_what_is_known_holds(night: Night, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
+
+from extproc.cli.main import main
 from extproc.engine.ramp import Ramp
 from extproc.request.http import HttpRequest, compile_descriptors
 from tests.support.documents import bundle, policy
@@ -11,20 +15,21 @@ from tests.support.harness import Stack, eventually, stack
 from tests.support.servers import server
 
 USER = "x-user-id"
+KEYS = [f"header:{USER}"]
 THRESHOLD = 3
 
 
 def ramped(percent: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of the policy
     """A bundle of one policy for a share of the callers, beside one that only ever warns."""
     return bundle(
-        policy("p", {"pathPrefix": "/"}, enforce_percent=percent, limit_keys=[f"header:{USER}"], **more),
-        policy("w", {"pathExact": "/warned"}, action="warn", limit_keys=[f"header:{USER}"], threshold_identical_requests=2),
+        policy("p", {"pathPrefix": "/"}, enforce_percent=percent, limit_keys=KEYS, **more),
+        policy("w", {"pathExact": "/warned"}, action="warn", limit_keys=KEYS, threshold_identical_requests=2),
     )
 
 
 def find_users(lowest: int, highest: int, count: int) -> list[str]:
     """Callers of policy p whose places are within these bounds."""
-    ramp = Ramp(1, compile_descriptors([f"header:{USER}"]), "p")
+    ramp = Ramp(1, compile_descriptors(KEYS), "p")
     named = (f"user-{number}" for number in range(10_000))
     found = [name for name in named if lowest <= ramp.find_place(HttpRequest("GET", "/", "", {USER: name.encode()})) <= highest]
     return found[:count]
@@ -42,29 +47,6 @@ def grow(made: Stack, percent: int, **more: object) -> None:
         lambda: all(replica.metric("policy_enforce_percent", policy="p") == percent for replica in made.replicas),
         "the larger share",
     )
-
-
-def test_callers_join_one_after_the_other() -> None:
-    """Callers in the share are refused, others are only reported; a larger share takes in more callers, which start at zero."""
-    insiders, later, outsiders = find_users(1, 50, 3), find_users(51, 75, 3), find_users(76, 100, 3)
-    with stack(ramped(50)) as made:
-        for user in insiders:
-            assert send(made, user, "/a") == [200, 200, 429]
-        for user in later + outsiders:
-            assert send(made, user, "/a") == [200, 200, 200]
-        assert made.send("/a").status == 200
-        assert made.envoy.logged("/a", status=200, loop_shadow_policy="p")["loop_shadow_action"] == "reject"
-        assert made.loopguard.metric("loops_detected_total", policy="p", mode="enforce", action="reject") == 3
-        assert made.loopguard.metric("loops_detected_total", policy="p", mode="shadow", action="reject") == 6
-
-        grow(made, 75)
-
-        for user in insiders:
-            assert send(made, user, "/a", 1) == [429]
-        for user in later:
-            assert send(made, user, "/a") == [200, 200, 429]
-        for user in outsiders:
-            assert send(made, user, "/a") == [200, 200, 200]
 
 
 def test_who_is_out_gets_what_it_would_get_without_the_policy() -> None:
@@ -101,3 +83,37 @@ def test_replicas_choose_the_same_callers_and_carry_their_counts_along() -> None
             assert send(made, user, "/a", 2) == [429, 429]
         for user in outsiders:
             assert send(made, user, "/a", 2) == [200, 200]
+
+
+def run(capsys: pytest.CaptureFixture[str], made: Stack, *arguments: str) -> tuple[int, str]:
+    """The exit code and the output of a command that asks the server."""
+    capsys.readouterr()
+    code = main([*arguments, "--admin", made.loopguard.admin_url])
+    return code, capsys.readouterr().out
+
+
+def test_policy_that_acts_on_none_of_few_callers_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """Until one is in the share; then the policy acts on some of them, and there is nothing to report."""
+    policies = bundle(
+        policy("live", {"pathPrefix": "/"}, limit_keys=KEYS),
+        policy("p", {"pathPrefix": "/"}, enforce_percent=5, canary_of="live", limit_keys=KEYS),
+    )
+    with stack(policies) as made:
+        for user in find_users(6, 100, 3):
+            made.send("/a", headers={USER: user})
+        told = eventually(lambda: made.loopguard.ask("/coverage")["findings"], "findings")
+        code, doctor = run(capsys, made, "doctor")
+        _, canary = run(capsys, made, "canary", "status")
+        made.send("/a", headers={USER: find_users(1, 5, 1)[0]})
+        _, later = run(capsys, made, "doctor")
+        _, counted = run(capsys, made, "canary", "status", "--json")
+
+    (finding,) = [each for each in told if each["reason"] == "enforces_on_none"]
+    assert finding["level"] == "problem"
+    assert finding["place"].endswith("/policies/1/spec/enforce_percent")
+    assert code == 1
+    assert "p: enforce_percent 5 acts on 0 of 3 callers, so it enforces nothing yet" in doctor
+    assert "enforce_percent 5 acts on 0 of 3 callers, so it enforces nothing yet" in canary
+    assert "enforce_percent" not in later
+    (shown,) = json.loads(counted)["canaries"]
+    assert shown["acts_on"] == {"percent": 5, "callers": 1, "of": 4, "text": "enforce_percent 5 acts on 1 of 4 callers"}

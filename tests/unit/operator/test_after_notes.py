@@ -76,46 +76,51 @@ def test_a_change_is_told_by_three_requests(now: Action, before: Action, earlier
     assert find_change(now, before, earlier) == change
 
 
-def test_each_way_out_of_a_loop_is_counted_once() -> None:
-    """Two turn round, one of them after a second note, one lands and is refused after that, one sends no more."""
+CONVERSATIONS: dict[str, tuple[list[list[Did]], int, dict[str, int]]] = {
+    "each way out": (
+        [[*[STUCK] * 3, OTHER, OTHER], [*[STUCK] * 4, OTHER], [STUCK] * 8, [STUCK] * 3, [STUCK, OTHER, STUCK]],
+        1,
+        {BEGUN: 4, WENT_ON: 2, TURNED: 2, LANDED: 1},
+    ),
+    "without an error": (
+        [[*[Did((("read", {"path": "a"}),), ("A line of the file.\n" * 20,))] * 3, OTHER]],
+        1,
+        {BEGUN: 1, TURNED: 1},
+    ),
+    "other actions, the same error": (
+        [[*[Did((("read", {"path": f"{number}"}),), ("error: invalid syntax",)) for number in range(6)], OTHER]],
+        1,
+        {BEGUN: 1, TURNED: 1},
+    ),
+    "each request sent twice": ([[*[STUCK] * 3, OTHER]], 2, {BEGUN: 1, TURNED: 1}),
+}
+
+
+@pytest.mark.parametrize(("conversations", "again", "changes"), CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_each_way_out_of_a_loop_is_counted_once(conversations: list[list[Did]], again: int, changes: dict[str, int]) -> None:
+    """Some turn round, or do after a second note; one lands and is refused after that; one sends no more."""
     service = make_service(policy("p", ANY, **LADDER))
 
-    converse(service, "one", [*[STUCK] * 3, OTHER, OTHER])
-    converse(service, "two", [*[STUCK] * 4, OTHER])
-    converse(service, "three", [STUCK] * 8)
-    converse(service, "four", [STUCK] * 3)
-    converse(service, "five", [STUCK, OTHER, STUCK])
+    for number, turns in enumerate(conversations):
+        converse(service, f"task {number}", turns, again=again)
 
-    assert count_changes(service) == {
-        ("noted", BEGUN): 4, ("noted", WENT_ON): 2, ("noted", TURNED): 2, ("noted", LANDED): 1,
-    }  # fmt: skip
-    assert {key[3] for key in service.reporter.loops.after} == {"same_error"}
+    assert count_changes(service) == {("noted", change): count for change, count in changes.items()}
 
 
-@pytest.mark.parametrize(
-    "stuck",
-    [
-        [Did((("read", {"path": "a"}),), ("A line of the file.\n" * 20,))] * 3,
-        [Did((("read", {"path": f"{number}"}),), ("error: invalid syntax",)) for number in range(6)],
-    ],
-    ids=["without an error", "other actions, the same error"],
-)
-def test_each_kind_of_loop_can_be_left(stuck: list[Did]) -> None:
-    """What is repeated may be the action or the error alone."""
-    service = make_service(policy("p", ANY, **LADDER))
+def test_a_share_splits_conversations_and_not_requests() -> None:
+    """About half get notes, each from its first note to its end, and the same half on every replica."""
+    halves: list[list[str]] = []
+    for _ in range(2):
+        halves.append([])
+        for number in range(20):
+            service = make_service(policy("p", ANY, **LADDER, steer_share=50))
+            converse(service, f"task {number}", [*[STUCK] * 3, OTHER])
+            ((arm, first), (same, last)) = count_changes(service)
+            assert (same, {first, last}) == (arm, {BEGUN, TURNED})
+            halves[-1].append(arm)
 
-    converse(service, "one", [*stuck, OTHER])
-
-    assert count_changes(service) == {("noted", BEGUN): 1, ("noted", TURNED): 1}
-
-
-def test_a_request_that_is_sent_again_changes_nothing() -> None:
-    """A retry shows the same turns."""
-    service = make_service(policy("p", ANY, **LADDER))
-
-    converse(service, "one", [*[STUCK] * 3, OTHER], again=2)
-
-    assert count_changes(service) == {("noted", BEGUN): 1, ("noted", TURNED): 1}
+    assert halves[0] == halves[1]
+    assert 2 < halves[0].count("noted") < 18
 
 
 def test_conversations_without_a_note_still_land() -> None:
@@ -128,34 +133,9 @@ def test_conversations_without_a_note_still_land() -> None:
     assert count_changes(service) == {
         ("not_noted", BEGUN): 2, ("not_noted", WENT_ON): 1, ("not_noted", TURNED): 1, ("not_noted", LANDED): 1,
     }  # fmt: skip
+    assert {key[3] for key in service.reporter.loops.after} == {"same_error"}
     detections = {sample.labels["action"] for metric in service.metrics.detections.collect() for sample in metric.samples}
     assert detections == {"warn", "land"}
-
-
-def test_a_share_splits_conversations_and_not_requests() -> None:
-    """Of many conversations about half get notes, and each of them is in one half from its first note to its end."""
-    service = make_service(policy("p", ANY, **LADDER, steer_share=50))
-
-    for number in range(40):
-        converse(service, f"task {number}", [*[STUCK] * 3, OTHER])
-
-    found = count_changes(service)
-    assert found["noted", BEGUN] == found["noted", TURNED]
-    assert found["not_noted", BEGUN] == found["not_noted", TURNED] == 40 - found["noted", BEGUN]
-    assert 5 < found["noted", BEGUN] < 35
-
-
-def test_every_replica_puts_a_conversation_into_the_same_half() -> None:
-    """A load balancer may send each request elsewhere."""
-    halves = []
-    for _ in range(2):
-        services = [make_service(policy("p", ANY, **LADDER, steer_share=50)) for _ in range(20)]
-        for number, service in enumerate(services):
-            converse(service, f"task {number}", [STUCK] * 3)
-        halves.append([list(count_changes(service)) for service in services])
-
-    assert halves[0] == halves[1]
-    assert {arm for changes in halves[0] for arm, _ in changes} == {"noted", "not_noted"}
 
 
 def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
@@ -202,14 +182,8 @@ def test_replicas_add_up_what_each_has_seen() -> None:
         (loop,) = describe_loops(merged, Prices(None), [], shows_callers=False, now=now)
         expected = {"begun": 2, "went_on": 0, "turned_round": 1, "landed": 0, "refused": 0, **left}
         (total,) = describe_history(merged, Selection(), now)["after_notes"]
-        assert total == {
-            "policy": "p",
-            "detector": "default",
-            "mode": "enforce",
-            "cause": "same_error",
-            "arm": "noted",
-            **expected,
-        }
+        about = {"policy": "p", "detector": "default", "mode": "enforce", "cause": "same_error", "arm": "noted"}
+        assert total == {**about, **expected}
         assert loop["after_notes"] == {"noted": expected}
         assert loop["tokens_after_note"] is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import shlex
 import time
 from collections.abc import Mapping
@@ -9,14 +11,22 @@ from typing import Any
 
 import pytest
 
-from extproc.cli.main import main
+from extproc.budgets.commands import SOME_REQUESTS, write_budget_grant
+from extproc.cli.commands import grant
+from extproc.cli.commands.ordering import make_order
+from extproc.cli.main import main, make_parser
 from extproc.operator.admin.budget_report import NO_BUDGETS
+from extproc.operator.admin.row_commands import suggest_for_session
+from extproc.operator.admin.row_states import read_time
 from extproc.operator.budget_events import BudgetEvents
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
+from extproc.store.rules.budget import BUCKET, MAX_RAISED, PERIOD, Take
 from tests.support.budget_policies import ask, bucket, daily, limited, refused
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.operated import COUNTS, NOTHING, Away, Operated
+
+DAY = 86_400
 
 
 def operate(*policies: dict[str, Any], **more: Any) -> Operated:  # noqa: ANN401  # as Operated
@@ -33,6 +43,13 @@ def list_budgets(made: Operated, **query: Any) -> list[dict[str, Any]]:  # noqa:
 def pick(row: Mapping[str, Any], *names: str) -> list[Any]:
     """Some fields of a row."""
     return [row[name] for name in names]
+
+
+def use_up(made: Operated, times: int) -> str:
+    """Send as many requests; returns the caller of the first budget."""
+    for _ in range(times):
+        ask(made.service)
+    return str(list_budgets(made)[0]["caller"])
 
 
 # What /budgets shows
@@ -60,21 +77,6 @@ def test_callers_are_listed_tightest_first() -> None:
     assert report["total"] == {"budgets": 4, "callers": 4, "used_up": 1, "open_breakers": 0, "refused": 1}
     assert list_budgets(made, host="evil.example")[0]["descriptors"] is None
     assert len(list_budgets(made, limit=1)) == 1
-
-
-def test_a_caller_whose_row_was_dropped_has_one_again() -> None:
-    """Rows are dropped when there are too many; what is remembered of their keys brings none back."""
-    made = operate(limited(daily()))
-    ask(made.service, "ann")
-    for number in range(MAX_ROWS):
-        ask(made.service, f"{number}")
-
-    ask(made.service, "ann")
-
-    rows = made.service.reporter.budgets.copy()
-    assert len(rows) == MAX_ROWS
-    assert [row.requests for row in rows[-2:]] == [1, 1]
-    assert list_budgets(made)[0]["used"] == 2
 
 
 def test_an_empty_report_says_why() -> None:
@@ -142,14 +144,18 @@ def test_an_open_breaker_says_how_to_close_it() -> None:
 
 
 def test_the_table_is_bounded() -> None:
-    """Whatever clients send: by rows, and by rows of one caller."""
+    """Whatever clients send: by rows, and by rows of one caller; a caller whose row was dropped has one again."""
     made = operate(limited(*[daily(name=f"r{number}") for number in range(MAX_TENANT_ROWS + 5)]))
+    table = made.service.reporter.budgets
     ask(made.service)
-    assert len(made.service.reporter.budgets.copy()) == MAX_TENANT_ROWS
+    assert len(table.copy()) == MAX_TENANT_ROWS
     for number in range(12):
         ask(made.service, f"caller-{number}")
+    ask(made.service)
 
-    assert len(made.service.reporter.budgets.copy()) == MAX_ROWS
+    rows = table.copy()
+    assert (len(rows), rows[-1].requests) == (MAX_ROWS, 1)
+    assert list_budgets(made)[0]["used"] == 2
 
 
 # Events
@@ -230,24 +236,23 @@ def test_a_grant_adds_to_a_budget_once(named: str) -> None:
     assert (status, "cannot be revoked" in answer["error"]) == (400, True)
 
 
-def test_a_grant_fills_a_bucket_and_no_more() -> None:
-    """A budget holds no more than the whole; the operator is told."""
+@pytest.mark.parametrize(("amount", "seconds", "passes", "notes"), [(3, None, 3, 1), (5, DAY, 6, 0)])
+def test_a_grant_fills_a_bucket(amount: int, seconds: int | None, passes: int, notes: int) -> None:
+    """To the brim, as the operator is told; a raised limit is there at once, as a level would only rise with time."""
     made = operate(limited(bucket(0.001, 3)))
-    for _ in range(2):
-        ask(made.service)
-    caller = list_budgets(made)[0]["caller"]
+    caller = use_up(made, 2)
 
-    _, notes = made.give(kind="grant", caller=caller, budget="r", amount=3)
+    said = made.give(kind="grant", caller=caller, budget="r", amount=amount, seconds=seconds)[1]
 
-    assert len(notes) == 1
-    assert "holds no more" in notes[0]
-    assert [refused(ask(made.service)) for _ in range(4)] == ["", "", "", "token_bucket_exceeded"]
+    assert [("holds no more" in note) for note in said] == [True] * notes
+    assert [refused(ask(made.service)) for _ in range(passes + 1)] == [""] * passes + ["token_bucket_exceeded"]
 
 
 @pytest.mark.parametrize(
     ("order", "problem"),
     [
         ({"budget": "other"}, "budget must be the name of a rule; policy p has: daily"),
+        ({"budget": "other", "seconds": DAY}, "budget must be the name of a rule"),
         ({"budget": "circuit_breaker"}, "use release"),
         ({"amount": 11}, "more than the whole budget of 10"),
         ({"amount": 0}, "amount must be a number, more than 0"),
@@ -264,9 +269,7 @@ def test_a_grant_fills_a_bucket_and_no_more() -> None:
 def test_a_grant_that_cannot_be_added_is_refused(order: dict[str, Any], problem: str) -> None:
     """With what would be right, and nothing is added."""
     made = operate(limited(daily()), limited(daily(), identity="q"))
-    ask(made.service)
-    caller = list_budgets(made)[0]["caller"]
-    good = {"kind": "grant", "caller": caller, "policy": "p", "budget": "daily", "amount": 1}
+    good = {"kind": "grant", "caller": use_up(made, 1), "policy": "p", "budget": "daily", "amount": 1}
 
     status, answer = made.post({**good, **order})
 
@@ -278,9 +281,7 @@ def test_a_grant_that_the_store_does_not_take_can_be_given_again() -> None:
     """It leaves nothing behind that would keep the next one from being added."""
     store = Away()
     made = operate(limited(daily(2)), store=store)
-    for _ in range(3):
-        ask(made.service)
-    order = {"kind": "grant", "caller": list_budgets(made)[0]["caller"], "budget": "daily", "amount": 1, "key": "x"}
+    order: dict[str, Any] = {"kind": "grant", "caller": use_up(made, 3), "budget": "daily", "amount": 1, "key": "x"}
 
     store.away = COUNTS
     failed = made.post(order)[0]
@@ -315,3 +316,124 @@ def test_flags_that_do_not_fit_are_refused(flags: list[str], problem: str, capsy
     """Before any server is asked."""
     assert main(["grant", "--caller", "a" * 16, *flags, "--admin", "http://127.0.0.1:9"]) == 2
     assert problem in capsys.readouterr().err
+
+
+# Limits that are raised
+
+
+def test_a_grant_raises_a_limit_until_it_ends() -> None:
+    """On every replica, beyond the whole budget; what was used stays used. Other rules have no more."""
+    made = Operated(limited(daily(2), daily(9, "other")), replicas=2)
+    caller = use_up(made, 3)
+
+    given, notes = made.give(kind="grant", caller=caller, budget="daily", amount=5, seconds=DAY)
+    made.refresh()
+
+    assert (notes, read_time(given["ends"]) - read_time(given["since"]), given["meets"]) == ([], DAY, ["p"])
+    assert [refused(ask(made.services[place % 2])) for place in range(6)] == [""] * 5 + ["budget_exceeded"]
+    row = next(row for row in made.ask("/budgets", 1)["budgets"] if row["rule"] == "daily")
+    assert (row["limit"], row["left"], row["orders"][0]["raises"]) == (7, 0, True)
+    assert "revoke" in row["commands"]
+    assert given.items() >= {"budget": "daily", "amount": 5, "raises": True}.items()
+    assert made.revoke(given["override"])[0] == 200
+    assert refused(ask(made.service)) == "budget_exceeded"
+
+
+def test_a_limit_is_raised_for_a_caller_that_was_not_seen() -> None:
+    """The operator is told; the first request has it."""
+    other = operate(limited(daily(1)))
+    caller = use_up(other, 1)
+    made = operate(limited(daily(1)))
+
+    _, notes = made.give(kind="grant", caller=caller, budget="daily", amount=2, seconds=DAY)
+
+    assert notes == ["no request of this caller met rule daily in the last hour, as far as this server knows"]
+    assert [refused(ask(made.service)) for _ in range(4)] == ["", "", "", "budget_exceeded"]
+
+
+def read_command(command: str) -> dict[str, Any]:
+    """The order that the command line would send."""
+    options = make_parser(["grant"]).parse_args(shlex.split(command)[1:])
+    return {**make_order("grant", options), "budget": options.budget, "amount": options.amount}
+
+
+@pytest.mark.parametrize("kind", [BUCKET, PERIOD])
+def test_a_raised_limit_stays_exact(kind: int) -> None:
+    """Numbers of Lua are; a limit that is above the bound already stays as it is."""
+    take = Take("k", kind, 1, 10, 1, DAY)
+
+    assert take.raise_limit(5).limit == 15
+    assert take.raise_limit(10**18).limit == MAX_RAISED
+    assert Take("k", kind, 1, MAX_RAISED + 1, 1, DAY).raise_limit(5).limit == MAX_RAISED + 1
+
+
+@pytest.mark.parametrize("used", [2, 3, 40])
+@pytest.mark.parametrize("most", [1, 2, 10, 30])
+def test_the_proposed_grant_is_enough_for_some_requests(most: int, used: int) -> None:
+    """Whatever part of its budget a request takes, and however far the caller is over it."""
+    made = Operated(limited(daily(most)))
+    caller = use_up(made, used)
+    (row,) = made.ask("/budgets")["budgets"]
+    command = row["commands"].get("free")
+    if command is None:
+        assert row["used_percent"] < 80
+        return
+
+    made.give(**read_command(command))
+
+    assert row["caller"] == caller
+    assert [refused(ask(made.service)) for _ in range(SOME_REQUESTS)] == [""] * SOME_REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "asked", "expected"),
+    [
+        (100, 0, 1, "--amount 10"),
+        (100, 0.5, 10, "--amount 50"),
+        (100, -60, 1, "--amount 65"),
+        (100, -450, 1, "--amount 460"),
+        (100, 0, 30, "--amount 150 --for 1d"),
+        (1, 0.5, 2, "--amount 9.5 --for 1d"),
+    ],
+)
+def test_the_proposed_amount_covers_what_was_overspent(limit: float, left: float, asked: float, expected: str) -> None:
+    """A budget that cannot hold as much gets a higher limit for a day."""
+    assert write_budget_grant("c", "p", "r", limit, left, asked).endswith(f"--budget r {expected}")
+
+
+def describe(limit: str, used: float, allowed: float, cost: float = 0) -> dict[str, Any]:
+    """A row of /sessions, as far as commands depend on it."""
+    refusal = {"limit": limit, "used": used, "allowed": allowed, "tool": None}
+    row: dict[str, Any] = {"session": "s", "caller": "c", "killed": None, "orders": [], "total_step_count": 4}
+    return {**row, "refused": refusal, "actual_cost": cost}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (describe("max_steps", 16, 16), "--steps 20"),
+        (describe("max_tool_calls", 90, 50), "--tool-calls 60"),
+        (describe("max_cost_per_session", 5, 5, cost=5), "--cost 6.3"),
+        (describe("max_cost_per_session", 25.5, 5), "--cost 26"),
+    ],
+)
+def test_the_grant_for_a_session_covers_what_was_overspent(row: dict[str, Any], expected: str) -> None:
+    """Twenty tool calls do not help a session that is forty over."""
+    assert suggest_for_session(row, named=True)["free"] == f"loopguard grant --caller c --session s {expected}"
+
+
+def test_the_command_sends_seconds_only_if_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One day is no default of a budget: without --for, the amount is added once."""
+    sent: list[dict[str, Any]] = []
+
+    def give(kind: str, options: argparse.Namespace, **more: object) -> int:
+        sent.append({**make_order(kind, options), **more})
+        return 0
+
+    monkeypatch.setattr(grant, "give", give)
+    for more in ("--budget r --amount 1", "--budget r --amount 1 --for 1d", "--steps 1"):
+        options = make_parser(["grant"]).parse_args(["grant", "--caller", "a" * 16, *more.split()])
+        grant.run(options)
+
+    assert [order.get("seconds") for order in sent] == [None, DAY, DAY]
+    assert json.dumps(sent)

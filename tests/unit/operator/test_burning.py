@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
-from extproc.cli.commands import write_caller
 from extproc.cli.main import main
 from extproc.decision import ToolFailure
 from extproc.ext_proc.service import Service
@@ -26,15 +24,10 @@ from tests.support.budget_policies import ask, bucket, limited
 from tests.support.documents import policy
 from tests.support.messages import body, headers
 from tests.support.operated import Operated
+from tests.support.pages import Outline
 from tests.support.service import exchange, make_service
 
 TENANT, SESSION = "a" * 16, "5" * 16
-LABELS: list[dict[str, Any]] = [{"key": "header:x-team", "name": "team"}]
-
-
-def open_port(service: Service) -> AbstractContextManager[str]:
-    """The address of its admin port."""
-    return Operated(services=[service]).listen()
 
 
 def note_agents(table: SessionTable, agents: Sequence[tuple[str, str]], *, mode: str = "enforce") -> None:
@@ -56,7 +49,7 @@ def make_night() -> Service:
     for user, times in (("runner", 3), ("walker", 1)):
         for _ in range(times):
             ask(service, x_user_id=user)
-    failing = service.reporter.incidents.find("loops", ToolFailure("crm", "0" * 16), TENANT)
+    failing = service.reporter.incidents.find("loops", ToolFailure("<script>crm", "0" * 16), TENANT)
     for number in range(6):
         failing.note(f"{number:016x}", f"{number:016x}", time.time(), refused=True)
     note_agents(service.reporter.sessions, [("one", ""), ("two", ""), ("three", "max_agents")])
@@ -64,13 +57,20 @@ def make_night() -> Service:
 
 
 def test_headline_of_the_page_has_everything_that_burns() -> None:
-    """Each has a section above the loops, in that order; what is healthy is folded."""
-    text = Operated(services=[make_night()]).read()
+    """Each has a section above the loops, in that order; what is healthy is folded. What a tool is called is text."""
+    made = Operated(services=[make_night()])
+    text, other = made.read(), made.read(policy="other")
 
     assert "<h1>1 active loop, 1 failing tool, 1 explosion of agents, 1 used-up budget</h1>" in text
     assert "<title>4 active" in text
     names = ["Failing tools", "Explosions of agents", "Budgets", "Loops", "Sessions"]
     assert [name for name in re.findall("<h2>([^<]*)</h2>", text) if name in names] == names
+    failing = text.partition("<h2>Failing tools</h2>")[2].partition("<h2>")[0]
+    assert [failing.count(part) for part in ('<tbody class="row"', "loopguard block --tool ")] == [1, 1]
+    assert "fails for 6 sessions of 6 callers" in failing
+    assert '<td class="number" data-name="not refused">2</td>' in failing
+    assert Outline(text).elements.count("script") == 1
+    assert "Failing tools" not in other
     section = text.partition("<h2>Explosions of agents</h2>")[2].partition("<h2>")[0]
     assert '<b>2 active agents</b> of 2, <span class="reject">7 requests refused</span>' in section
     assert f"loopguard kill --caller {TENANT} --session {SESSION}" in section
@@ -81,22 +81,25 @@ def test_headline_of_the_page_has_everything_that_burns() -> None:
     assert "walker" in healthy
 
 
-def test_headline_names_no_loops_only_if_nothing_burns() -> None:
-    """Budgets alone are a headline."""
-    service = make_service(limited(bucket(0.001, 2, keys=["header:x-user-id"])), show_callers=True)
-    ask(service, x_user_id="walker")
-    calm = Operated(services=[service]).read()
+def test_no_loops_are_named_alone_only_if_nothing_burns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Budgets alone are a headline, and the line of `top` below that of coverage."""
+    made = Operated(limited(bucket(0.001, 2, keys=["header:x-user-id"])))
+    ask(made.service, x_user_id="walker")
+    calm = made.read()
     for _ in range(3):
-        ask(service, x_user_id="runner")
+        ask(made.service, x_user_id="runner")
+    with made.listen() as url:
+        assert main(["top", "--once", "--admin", url]) == 0
 
     assert "<h1>No active loops</h1>" in calm
-    assert "<h1>1 used-up budget</h1>" in Operated(services=[service]).read()
+    assert "<h1>1 used-up budget</h1>" in made.read()
+    assert capsys.readouterr().out.splitlines()[1] == "no loop in the last hour, 1 used-up budget; 1 replica"
 
 
 def test_top_has_everything_that_burns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first line, and in rows and lines below; the commands as well."""
     monkeypatch.setenv("COLUMNS", "200")
-    with open_port(make_night()) as url:
+    with Operated(services=[make_night()]).listen() as url:
         assert main(["top", "--once", "--commands", "--admin", url]) == 0
     printed = capsys.readouterr().out
 
@@ -107,45 +110,28 @@ def test_top_has_everything_that_burns(capsys: pytest.CaptureFixture[str], monke
     assert "walker" not in printed
 
 
-def test_top_never_says_no_loop_alone_while_budgets_burn(capsys: pytest.CaptureFixture[str]) -> None:
-    """The line below that of coverage is what is read at night."""
-    service = make_service(limited(bucket(0.001, 2, keys=["header:x-user-id"])))
-    for _ in range(3):
-        ask(service, x_user_id="runner")
-    with open_port(service) as url:
-        assert main(["top", "--once", "--admin", url]) == 0
-
-    assert capsys.readouterr().out.splitlines()[1] == "no loop in the last hour, 1 used-up budget; 1 replica"
-
-
 @pytest.mark.parametrize(
-    ("agents", "mode", "exploding"),
+    ("agents", "mode", "allowed", "exploding"),
     [
-        ([("one", ""), ("two", "max_agents")], "enforce", True),
-        ([("one", ""), ("two", "max_spawns_per_minute")], "shadow", True),
-        ([("one", ""), ("two", "")], "enforce", False),
-        ([("one", ""), ("two", "max_steps")], "enforce", False),
-        ([(f"{number}", "") for number in range(32)], "enforce", True),
-        ([(f"{number}", "") for number in range(31)], "enforce", False),
+        ([("one", ""), ("two", "max_agents")], "enforce", 0, True),
+        ([("one", ""), ("two", "max_spawns_per_minute")], "shadow", 0, True),
+        ([("one", ""), ("two", "")], "enforce", 0, False),
+        ([("one", ""), ("two", "max_steps")], "enforce", 0, False),
+        ([(f"{number}", "") for number in range(32)], "enforce", 0, True),
+        ([(f"{number}", "") for number in range(31)], "enforce", 0, False),
+        ([(f"{number}", "") for number in range(40)], "enforce", 100, False),
     ],
 )
-def test_explosion_is_more_agents_than_allowed_or_usual(agents: list[tuple[str, str]], mode: str, exploding: bool) -> None:
-    """Within the last minute."""
+def test_explosion_is_more_agents_than_allowed_or_usual(
+    agents: list[tuple[str, str]], mode: str, allowed: int, exploding: bool
+) -> None:
+    """Within the last minute; a policy's limit says how many are meant."""
     table = SessionTable()
     note_agents(table, agents, mode=mode)
     (row,) = table.make_document(shows_callers=True).rows
+    row.limits = [("max_agents", "", allowed)] if allowed else []
 
     assert (is_exploding(row, time.time()), is_exploding(row, time.time() + 61)) == (exploding, False)
-
-
-def test_many_agents_that_a_policy_allows_are_no_explosion() -> None:
-    """Its limit says how many are meant."""
-    table = SessionTable()
-    note_agents(table, [(f"{number}", "") for number in range(40)])
-    (row,) = table.make_document(shows_callers=True).rows
-    row.limits = [("max_agents", "", 100)]
-
-    assert not is_exploding(row, time.time())
 
 
 def make_budget(**changes: Any) -> BudgetRow:  # noqa: ANN401  # fields of a row
@@ -175,15 +161,6 @@ def test_budget_that_refuses_what_is_asked_is_used_up(changes: dict[str, Any], u
     row = describe_budget(make_budget(**changes), 1_011.0, shows_callers=False)
 
     assert (row["used_up"], is_healthy(row)) == (used_up, healthy)
-
-
-def test_label_comes_before_the_hash() -> None:
-    """Columns are narrow, and people read names."""
-    row = {"caller": TENANT, "alias": None, "labels": {"team": "search"}, "descriptors": None}
-
-    assert write_caller(row) == f"team: search ({TENANT})"
-    assert write_caller({**row, "alias": "bot"}) == "bot (team: search)"
-    assert write_caller({**row, "labels": None}) == TENANT
 
 
 def test_words_for_what_burns_agree_with_their_numbers() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from extproc.engine.ramp import Ramp
 from extproc.errors import BundleErrors, LoopguardError, StoreError
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
-from extproc.operator.canary.pairs import _MAX_DISAGREEMENTS, SHOWN, Disagreements, Kind, Pair
+from extproc.operator.canary.pairs import SHOWN, Disagreements, Pair
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.canary.states import State, decode_state, encode_state, merge_states, read_state
@@ -24,7 +23,7 @@ from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Evi
 from extproc.operator.sketch import SIZE, Sketch
 from extproc.options import read_options
 from extproc.policy.loader import parse
-from extproc.policy.pairings import MAX_PAIRINGS, Pairing
+from extproc.policy.pairings import MAX_PAIRINGS
 from extproc.request.fingerprint import hash_tenant
 from extproc.request.http import HttpRequest, compile_descriptors
 from extproc.store.memory import MemoryStore
@@ -38,15 +37,19 @@ USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 LIVE = policy("live", ANY, threshold_identical_requests=4, **USER)
 
 
+KEPT = 64
+"""Kinds of disagreements that a pair has room for."""
+
+
 def shadow(name: str = "strict", **more: object) -> dict[str, Any]:
     """A shadow policy for the same requests, which refuses the second of them unless `more` says otherwise."""
     return policy(name, ANY, mode="shadow", **{"threshold_identical_requests": 2, **USER, **more})
 
 
 def send(service: Service, times: int = 1, *, path: str = "/v1", user: str = "ann", **more: Any) -> list[int]:  # noqa: ANN401  # as `headers`
-    """Equal requests without a body; the status of each answer, 0 if it was let through."""
-    request = headers(path, end=True, x_user_id=user, **more)
-    return [decoded(exchange(service, request)[-1]).immediate_response.status.code for _ in range(times)]
+    """Equal requests; the status of each answer, 0 if it was let through."""
+    request = headers(path, x_user_id=user, **more)
+    return [decoded(exchange(service, request, body(b"{}"))[-1]).immediate_response.status.code for _ in range(times)]
 
 
 def pair_of(service: Service) -> Pair:
@@ -147,29 +150,15 @@ def test_who_cannot_be_compared(case: str) -> None:
     assert message in raised.value.errors[0].message
 
 
-def test_a_canary_may_stand_in_another_file() -> None:
-    """The named policy is looked for in all files of a load."""
-    files = {"a.json": json.dumps(shadow(canary_of="live")).encode(), "b.json": json.dumps(LIVE).encode()}
+def test_a_canary_is_looked_for_in_all_that_is_loaded() -> None:
+    """In all files; of a policy that came with a route nothing is said, as it is not known what is loaded beside it."""
+    candidate = json.dumps(shadow(canary_of="live")).encode()
 
-    assert len(parse(files, NOW).sources) == 2
-
-
-def test_a_policy_that_came_with_a_route_may_name_a_loaded_one() -> None:
-    """What is loaded beside it is not known there, so nothing is said against the name."""
-    document = json.dumps(shadow(canary_of="live")).encode()
-
-    assert parse({"route": document}, NOW, on_route=True).sources[0].policies[0].spec.canary_of == "live"
+    assert len(parse({"a.json": candidate, "b.json": json.dumps(LIVE).encode()}, NOW).sources) == 2
+    assert parse({"route": candidate}, NOW, on_route=True).sources[0].policies[0].spec.canary_of == "live"
 
 
 # --- What is compared
-
-
-def test_both_verdicts_about_each_request() -> None:
-    """Requests are told apart by which of the two acts; what live refuses is told apart from what would be new."""
-    service = make_service(LIVE, shadow())
-
-    assert send(service, 5) == [0, 0, 0, 429, 429]
-    assert counts_of(service) == {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2}
 
 
 def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
@@ -187,7 +176,28 @@ def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
 
 
 REJECT_SECOND: dict[str, Any] = {"threshold_identical_requests": 2, **USER}
+BY_HEAD: dict[str, Any] = {"body": "ignore", "threshold_identical_requests": 2, **USER}
 COMPARED: dict[str, tuple[list[dict[str, Any]], int, dict[str, int]]] = {
+    "what live refuses is told apart from what would be new": (
+        [LIVE, shadow()],
+        5,
+        {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2},
+    ),
+    "what live does not count it lets through": (
+        [policy("live", {"pathExact": "/elsewhere"}), shadow(canary_of="live")],
+        2,
+        {"neither": 1, "only_candidate": 1, "extra": 1},
+    ),
+    "what the candidate does not count is not compared": (
+        [LIVE, policy("s", {"pathExact": "/elsewhere"}, mode="shadow", canary_of="live", **USER)],
+        2,
+        {"uncompared": 2},
+    ),
+    "nor is a body that live refuses to wait for": (
+        [policy("live", ANY, **BY_HEAD), shadow()],
+        3,
+        {"neither": 1, "uncompared": 2},
+    ),
     "a milder candidate misses refusals": (
         [policy("live", ANY, **REJECT_SECOND), shadow(threshold_identical_requests=4)],
         5,
@@ -218,36 +228,13 @@ def test_disagreements_are_counted_by_kind(policies: list[dict[str, Any]], times
     assert counts_of(service) == expected
 
 
-def test_requests_that_only_one_of_them_counts() -> None:
-    """What live does not count it lets through; what the candidate does not count is reported apart and not compared."""
-    wide = make_service(policy("live", {"pathExact": "/v1"}), shadow(canary_of="live"))
-    narrow = make_service(LIVE, policy("s", {"pathExact": "/v1"}, mode="shadow", canary_of="live", **USER))
-
-    send(wide, 2, path="/elsewhere")
-    send(narrow, 2, path="/elsewhere")
-
-    assert counts_of(wide) == {"neither": 1, "only_candidate": 1, "extra": 1}
-    assert counts_of(narrow) == {"uncompared": 2}
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_what_is_decided_without_the_body_is_compared_with_what_needs_it(*, later: bool) -> None:
     """Where live is decided by the headers and the candidate by the body, the two verdicts still meet."""
-    live = policy("live", ANY, body="ignore", action="warn", threshold_identical_requests=2, **USER)
-    service = make_service(live, shadow(), store=FailingStore(failing="never", later=later))
-    for _ in range(3):
-        exchange(service, headers(x_user_id="ann"), body(b"{}"))
+    service = make_service(policy("live", ANY, action="warn", **BY_HEAD), shadow(), store=FailingStore("never", later=later))
+    send(service, 3)
 
     assert counts_of(service) == {"neither": 1, "both": 2, "extra": 2}
-
-
-def test_a_body_that_live_refuses_to_wait_for_is_not_compared() -> None:
-    """Once live has refused by the headers, the candidate never sees the body, so there is nothing to compare."""
-    service = make_service(policy("live", ANY, body="ignore", threshold_identical_requests=2, **USER), shadow())
-    for _ in range(3):
-        exchange(service, headers(x_user_id="ann"), body(b"{}"))
-
-    assert counts_of(service) == {"neither": 1, "uncompared": 2}
 
 
 def test_counts_go_on_over_a_reload_that_changes_neither_policy() -> None:
@@ -280,31 +267,21 @@ def test_the_metrics_say_the_same() -> None:
     assert read("refused") == 2
 
 
-def test_a_comparison_that_fails_has_no_effect() -> None:
+@pytest.mark.sources  # compiled classes keep their methods
+def test_a_comparison_that_fails_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong in a comparison is counted and logged, and the answer stands."""
     service = make_service(LIVE, shadow())
-    pair_of(service).tenants._kept.append(None)  # type: ignore[arg-type]  # as a bug would
+    monkeypatch.setattr(Pair, "compare", None)  # as a bug would
 
     assert send(service, 4) == [0, 0, 0, 429]
     assert service.metrics.registry.get_sample_value("loopguard_fail_open_total", {"reason": "shadow_error"}) == 4
 
 
-# --- Which callers it would affect
-
-
-def test_newly_refused_callers() -> None:
-    """Tenants and sessions that the candidate alone would refuse are counted once each, sessions by the headers of agents."""
-    service = make_service(LIVE, shadow())
-    for user, session in (("ann", "a"), ("ann", "b"), ("bob", "a"), ("eve", "")):
-        send(service, 3, path=f"/{session}", user=user, **({"x_session_id": session} if session else {}))
-    send(service, 1, user="zoe")
-
-    pair = pair_of(service)
-    assert (pair.refused_tenants.count(), pair.refused_sessions.count(), pair.tenants.count()) == (3, 3, 4)
+# --- What is told of them
 
 
 def test_top_disagreements_show_an_example_and_no_body() -> None:
-    """A disagreement shows method, path without its query, tenant hash, detector and tool: nothing of headers or bodies."""
+    """Of a conversation or of a call over MCP: no query, and nothing of headers or bodies but the tool's name."""
     calls = [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "rm_rf", "arguments": '{"a": "SECRET"}'}}]}]
     results = [{"role": "tool", "tool_call_id": "c", "content": "SECRET"}]
     document = json.dumps({"messages": [{"role": "user", "content": "SECRET"}, *(calls + results) * 3]}).encode()
@@ -317,22 +294,17 @@ def test_top_disagreements_show_an_example_and_no_body() -> None:
     assert (entry.about, entry.method, entry.path, entry.detector, entry.tool) == ("extra", "POST", "/v1", "default", "rm_rf")
     assert (entry.tenant, entry.count, entry.over) == (hash_tenant("x-user-id=ann"), 1, 0)
     assert b"SECRET" not in encode_state(state)
-
-
-def test_a_tool_s_call_over_mcp_names_its_tool() -> None:
-    """Where calls are counted one by one, the tool is the one that is called."""
     call = b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "search", "arguments": {}}}'
-    service = make_service(LIVE, shadow(similarity="mcp"))
+    one_by_one = make_service(LIVE, shadow(similarity="mcp"))
     for _ in range(2):
-        exchange(service, headers("/mcp", x_user_id="ann"), body(call))
-
-    assert [entry.tool for entry in state_of(service).disagreements] == ["search"]
+        exchange(one_by_one, headers("/mcp", x_user_id="ann"), body(call))
+    assert [entry.tool for entry in state_of(one_by_one).disagreements] == ["search"]
 
 
 def test_what_clients_choose_is_bounded_and_can_be_written() -> None:
     """Long methods, paths and bytes that are no text make a document that fits on the board and that others can read."""
     service = make_service(LIVE, shadow())
-    for number in range(_MAX_DISAGREEMENTS + 10):
+    for number in range(KEPT + 10):
         send(service, 3, path=f"/{number}" + "\udcff\x01" * 3_000, method="M" * 3_000)
 
     state = state_of(service)
@@ -341,21 +313,17 @@ def test_what_clients_choose_is_bounded_and_can_be_written() -> None:
     assert decode_state(encode_state(state)) == state
 
 
-def _make_kind(path: str) -> Kind:
-    return ("extra", "POST", path, "0" * 16, "default", "")
-
-
 @given(st.lists(st.sampled_from([*"abcdefgh", *map(str, range(100))]), max_size=400))
 def test_frequent_disagreements_are_never_missed(paths: list[str]) -> None:
     """A kind that makes up more than its share of the room is kept, with a count between the true one and `over` more."""
     found = Disagreements()
     for path in paths:
-        found.add(_make_kind(path))
+        found.add(("extra", "POST", path, "0" * 16, "default", ""))
 
     shown = {kind[2]: (count, over) for kind, count, over in found.list_most()}
     assert len(found.list_most()) <= SHOWN
     assert all(count - over <= paths.count(path) <= count for path, (count, over) in shown.items())
-    frequent = {path for path in paths if paths.count(path) > max(len(paths) / SHOWN, len(paths) / _MAX_DISAGREEMENTS)}
+    frequent = {path for path in paths if paths.count(path) > max(len(paths) / SHOWN, len(paths) / KEPT)}
     assert frequent <= shown.keys()
 
 
@@ -366,21 +334,13 @@ def _hashes(start: int, count: int) -> list[str]:
     return [hash_tenant(f"user={number}") for number in range(start, start + count)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 100, SIZE - 1])
-def test_a_small_set_is_counted_exactly(count: int) -> None:
-    """Up to its size a sketch is a set, however often each comes."""
+@pytest.mark.parametrize("count", [0, 1, 100, SIZE - 1, 1_000, 20_000])
+def test_a_sketch_counts_exactly_or_nearly(count: int) -> None:
+    """Up to its size it is a set; beyond, it does not grow, and is off by a few standard errors at most."""
     sketch = Sketch([*_hashes(0, count), *_hashes(0, count)])
 
-    assert (sketch.count(), sketch.exact) == (count, True)
-
-
-@pytest.mark.parametrize("count", [1_000, 20_000])
-def test_a_large_set_is_estimated(count: int) -> None:
-    """Beyond, the estimate is off by a few standard errors at most, and the sketch does not grow."""
-    sketch = Sketch(_hashes(0, count))
-
-    assert abs(sketch.count() - count) < 4 * count / math.sqrt(SIZE)
-    assert (len(sketch.list_kept()), sketch.exact) == (SIZE, False)
+    assert (sketch.exact, len(sketch.list_kept())) == (count < SIZE, min(count, SIZE))
+    assert abs(sketch.count() - count) <= (0 if sketch.exact else 4 * count / math.sqrt(SIZE))
 
 
 @given(st.integers(0, 1_500), st.integers(0, 1_500), st.integers(0, 1_500))
@@ -399,7 +359,7 @@ def test_what_replicas_have_counted_adds_up() -> None:
     first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow())
     send(first, 3)
     send(second, 2)
-    send(second, 2, user="bob")
+    send(second, 2, user="bob", x_session_id="a")
     pair_of(first).since, pair_of(second).since = 1_000.0, 2_000.0
 
     merged = merge_states([state_of(first), state_of(second)])
@@ -408,70 +368,49 @@ def test_what_replicas_have_counted_adds_up() -> None:
     assert {name: count for name, count in merged.counts.items() if count} == {"neither": 3, "only_candidate": 4, "extra": 4}
     assert merged.since == 1_000.0
     assert {name: merged.read_sketch(name).count() for name in merged.sketches} == {
-        "tenants": 2, "refused_tenants": 2, "refused_sessions": 0, "refused_loops": 2,
+        "tenants": 2, "refused_tenants": 2, "refused_sessions": 1, "refused_loops": 2,
     }  # fmt: skip
     assert [entry.count for entry in merged.disagreements] == [3, 1]
 
 
-@pytest.mark.parametrize("document", [b"", b"x", b"[]", b"{}", b'{"live": 1}', b"\xff", b"null"])
-def test_a_document_of_another_kind_is_told(document: bytes) -> None:
-    """What is on the board and is no state of a canary is an error that says so."""
-    with pytest.raises(LoopguardError, match="not the state of a canary"):
-        decode_state(document)
+DOCUMENTS: dict[bytes, dict[str, int] | None] = {
+    **dict.fromkeys([b"", b"x", b"[]", b"{}", b'{"live": 1}', b"\xff", b"null"]),
+    b'{"later": 1, "counts": {"neither": 7, "later": 1}, "sketches": {}}': {"neither": 7},
+}
+"""What may be on the board, without what every state has, and what it says that was counted; None for what is no state."""
 
 
-def test_a_document_of_a_neighbouring_version_is_read() -> None:
-    """Counts and keys that this version does not know are passed over, those that are not there are 0."""
-    service = make_service(LIVE, shadow())
-    send(service, 2)
-    document = json.loads(encode_state(state_of(service)))
-    document |= {"later": 1, "counts": {"neither": 7, "later": 1}, "sketches": {}}
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_document_of_another_version_is_read_or_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Counts and keys that are not known are passed over, those that are not there are 0; what is no state is logged."""
+    store, service, counts = MemoryStore(Metrics()), make_service(LIVE, shadow()), DOCUMENTS[document]
+    state = (
+        document if counts is None else json.dumps(json.loads(encode_state(state_of(service))) | json.loads(document)).encode()
+    )
+    asyncio.run(store.documents.put(BOARDS, f"canary:{pair_of(service).pairing.identity}", "odd", state, 60))
 
-    state = decode_state(json.dumps(document).encode())
+    found = asyncio.run(Sharing(service.pairs, store, "one").collect())
 
-    assert (state.compared, state.counts["extra"], state.read_sketch("tenants").count()) == (7, 0, 0)
-
-
-def _collect(sharing: Sharing) -> dict[str, list[State]]:
-    return asyncio.run(sharing.collect())
+    assert [each.compared for each in found.get("odd", ())] == ([] if counts is None else [7])
+    assert ("the state of a canary cannot be read" in caplog.text) is (counts is None)
 
 
 def test_replicas_share_what_they_count() -> None:
-    """Each replica knows what all of them have counted: its own counts up to now, the others' as last published."""
-    store = MemoryStore(Metrics())
-    first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow())
-    one, other = Sharing(first.pairs, store, "one"), Sharing(second.pairs, store, "other")
-    send(first, 2)
-    send(second, 3)
-    asyncio.run(one.publish())
-    asyncio.run(other.publish())
-    send(first, 1)
+    """Each knows its own counts up to now, and the others' as last published, unless it has another version of a policy."""
+    store, others = MemoryStore(Metrics()), shadow(threshold_identical_requests=3)
+    services = [make_service(LIVE, candidate) for candidate in (shadow(), shadow(), others)]
+    sharing = [Sharing(service.pairs, store, name) for service, name in zip(services, ("one", "other", "new"), strict=True)]
+    for number, service in enumerate(services):
+        send(service, 2 + number)
+        asyncio.run(sharing[number].publish())
+    send(services[0], 1)
 
-    known = {replica: sum(state.compared for state in states) for replica, states in _collect(one).items()}
+    known = [asyncio.run(each.collect()) for each in sharing]
 
-    assert known == {"one": 3, "other": 3}
-    assert {replica: states[0].compared for replica, states in _collect(other).items()} == {"one": 2, "other": 3}
-
-
-def test_replicas_with_other_policies_are_not_added_up() -> None:
-    """During a rollout what was counted for another version of a policy is left out."""
-    store = MemoryStore(Metrics())
-    first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow(threshold_identical_requests=3))
-    one, other = Sharing(first.pairs, store, "one"), Sharing(second.pairs, store, "other")
-    send(first, 2)
-    asyncio.run(one.publish())
-    asyncio.run(other.publish())
-
-    assert _collect(other).keys() == {"other"}
-
-
-def test_an_unreadable_document_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    """A document that is no state is left out and logged."""
-    store, service = MemoryStore(Metrics()), make_service(LIVE, shadow())
-    asyncio.run(store.documents.put(BOARDS, f"canary:{pair_of(service).pairing.identity}", "odd", b"{}", 60))
-
-    assert _collect(Sharing(service.pairs, store, "one")).keys() == {"one"}
-    assert "the state of a canary cannot be read" in caplog.text
+    assert [{replica: sum(state.compared for state in states) for replica, states in found.items()} for found in known] == [
+        {"one": 3, "other": 3}, {"one": 2, "other": 3}, {"new": 4},
+    ]  # fmt: skip
+    assert len(describe_canaries([state_of(services[0]), state_of(services[2])], Rules())) == 2
 
 
 def test_a_store_that_is_away_costs_the_others_counts_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -482,7 +421,7 @@ def test_a_store_that_is_away_costs_the_others_counts_alone(caplog: pytest.LogCa
     asyncio.run(sharing.publish())
     asyncio.run(sharing.publish())
 
-    assert [state.compared for state in _collect(sharing)["one"]] == [2]
+    assert [state.compared for state in asyncio.run(sharing.collect())["one"]] == [2]
     assert caplog.text.count("what canaries count cannot be shared") == 1
 
 
@@ -567,17 +506,15 @@ def test_verdict_follows_from_counts(seen: Evidence, rules: dict[str, Any], verd
     assert found.reasons[0].startswith(reason)
 
 
-def _describe(*services: Service, **rules: Any) -> Mapping[str, Any]:  # noqa: ANN401  # of several types
-    (canary,) = describe_canaries([state_of(service) for service in services], Rules(**rules))
-    return canary
-
-
 def test_the_report_says_all_of_it() -> None:
     """The JSON report has the two policies, the verdict and its reason, times, counts, rates with bounds, callers, examples."""
     service = make_service(LIVE, shadow())
+    (unused,) = describe_canaries([state_of(service)], Rules())
     send(service, 5)
 
-    canary = _describe(service, min_requests=3)
+    (canary,) = describe_canaries([state_of(service)], Rules(min_requests=3))
+
+    assert (unused["verdict"], unused["rates"]["new_refusals"]) == (KEEP_WATCHING, {"share": None, "low": 0.0, "high": 1.0})
 
     assert (canary["policy"], canary["canary_of"], canary["verdict"]) == ("strict", "live", TOO_STRICT)
     assert canary["requests"] == {
@@ -590,19 +527,3 @@ def test_the_report_says_all_of_it() -> None:
     assert canary["summary"] == "1 new loop: too strict"
     assert canary["until"] == "2023-11-14T22:13:20+00:00"
     assert json.loads(json.dumps(canary, allow_nan=False)) == canary
-
-
-def test_a_canary_without_traffic_is_watched() -> None:
-    """Nothing has been compared: the shares are null, the bounds are 0 and 1, and the verdict is to keep watching."""
-    canary = _describe(make_service(LIVE, shadow()))
-
-    assert canary["verdict"] == KEEP_WATCHING
-    assert canary["rates"]["new_refusals"] == {"share": None, "low": 0.0, "high": 1.0}
-
-
-def test_pairs_of_one_name_and_other_contents_stand_apart() -> None:
-    """States of two versions of a policy are two canaries, never one sum."""
-    old, new = make_service(LIVE, shadow()), make_service(LIVE, shadow(threshold_identical_requests=3))
-
-    assert len(describe_canaries([state_of(old), state_of(new)], Rules())) == 2
-    assert isinstance(pair_of(old).pairing, Pairing)

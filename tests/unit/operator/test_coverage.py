@@ -32,41 +32,33 @@ def describe(*services: Service) -> dict[str, Any]:
     return seen
 
 
-def ask(service: Service, user: str = "") -> None:
+def ask(service: Service, user: str = "", path: str = "/a") -> None:
     """One request with a body."""
-    exchange(service, headers("/a", **({"x_user_id": user} if user else {})), body(b'{"a": 1}'))  # type: ignore[arg-type]
+    exchange(service, headers(path, **({"x_user_id": user} if user else {})), body(b'{"a": 1}'))  # type: ignore[arg-type]
+
+
+STRICT = policy("strict", {"pathPrefix": "/strict"}, **BY_USER)
+STRICT["spec"]["uncountable"] = "reject"
 
 
 def test_a_request_is_counted_once_however_many_policies_it_meets() -> None:
-    """One that all count is guarded, one that some count is so in part, and a shadow policy's part is no request of its own."""
-    service = make_service(
+    """On any replica: guarded if all count it, in part if some do; shadow policies do not matter, nor what is refused."""
+    policies = [
         policy("all", ANY, limit_keys=["header:host"], missing_descriptor="require_one", body="ignore"),
         policy("watching", ANY, mode="shadow", **BY_USER),
-        policy("named", ANY, **BY_USER),
-    )
-    for _ in range(3):
-        ask(service, "ann")
-    ask(service)
+        policy("named", {"pathPrefix": "/a"}, **BY_USER),
+    ]
+    one, other = make_service(*policies), make_service(*policies)
+    for service, users in ((one, ["ann", "ann", ""]), (other, ["ann"])):
+        for user in users:
+            ask(service, user)
+    refusing, open_wide = make_service(STRICT), make_service(policy("p", ANY, **BY_USER))
+    ask(refusing, path="/strict")
+    ask(open_wide)
 
-    seen = describe(service)
-    assert {name: seen[name] for name in ("matched", "guarded", "partly_guarded", "not_guarded", "exempt")} == {
-        "matched": 4,
-        "guarded": 3,
-        "partly_guarded": 1,
-        "not_guarded": 0,
-        "exempt": 0,
-    }
-    assert seen["guarded_percent"] == 75.0
-
-
-def test_what_is_refused_because_it_cannot_be_counted_is_not_unguarded() -> None:
-    """`uncountable: reject` leaves nothing unguarded."""
-    strict = policy("p", ANY, **BY_USER)
-    strict["spec"]["uncountable"] = "reject"
-    service = make_service(strict)
-    ask(service)
-
-    assert (describe(service)["not_guarded"], describe(service)["exempt"]) == (0, 1)
+    names = ("matched", "guarded", "partly_guarded", "not_guarded", "exempt", "guarded_percent")
+    seen = [[describe(*services)[name] for name in names] for services in ([one, other], [refusing], [open_wide])]
+    assert seen == [[4, 3, 1, 0, 0, 75.0], [1, 0, 0, 0, 1, None], [1, 0, 0, 1, 0, 0.0]]
 
 
 def test_what_is_recent_is_known_by_the_minute() -> None:
@@ -99,42 +91,20 @@ def test_the_numbers_of_a_hostile_configuration_are_bounded() -> None:
     assert unpack_all({"a": packed}, CoverageDocument)["a"].left_out > 0
 
 
-def test_replicas_add_up() -> None:
-    """What two have seen is one report."""
-    one, other = make_service(policy("p", ANY, **BY_USER)), make_service(policy("p", ANY, **BY_USER))
-    ask(one)
-    for _ in range(2):
-        ask(other, "ann")
-
-    seen = describe(one, other)
-    assert (seen["matched"], seen["guarded"], seen["not_guarded"]) == (3, 2, 1)
-
-
-@pytest.mark.parametrize(("unguarded", "level"), [(5, "note"), (20, "problem")])
-def test_one_in_a_hundred_is_a_problem(unguarded: int, level: str) -> None:
-    """A reason that hardly ever occurs is a note: some client always sends nonsense."""
+@pytest.mark.parametrize(("unguarded", "recent", "levels"), [(5, 5, ["note"]), (20, 20, ["problem"]), (990, 0, [])])
+def test_one_in_a_hundred_is_a_problem(unguarded: int, recent: int, levels: list[str]) -> None:
+    """A reason that hardly ever occurs is a note: some client always sends nonsense. What is over is none."""
     rows = [
         CoverageRow("", "", "", "", "requests", 1_000, 1_000),
-        CoverageRow("p", "enforce", "", "", "counted", 1_000 - unguarded, 1_000 - unguarded),
-        CoverageRow("p", "enforce", "", "", "not guarded", unguarded, unguarded),
-        CoverageRow("p", "enforce", "llm", "default", "not_json", unguarded, unguarded),
+        CoverageRow("p", "enforce", "", "", "counted", 1_000 - recent, 1_000 - recent),
+        CoverageRow("p", "enforce", "", "", "not guarded", recent, recent),
+        CoverageRow("p", "enforce", "llm", "default", "not_json", recent, unguarded),
     ]
     view = View(CoverageDocument(rows, 0.0, 900.0), "a", ["a"], "")
 
-    (found,) = make_report(view, STATE, {}, time.time())["findings"]
-    assert (found["level"], found["requests"], found["of"], found["place"]) == (level, unguarded, 1_000, None)
-
-
-def test_what_is_over_is_no_finding() -> None:
-    """Where there is traffic now, only what it shows counts: what was mended an hour ago is mended."""
-    rows = [
-        CoverageRow("", "", "", "", "requests", 10, 1_000),
-        CoverageRow("p", "enforce", "", "", "counted", 10, 10),
-        CoverageRow("p", "enforce", "", "default", "not_json", 0, 990),
-    ]
-    view = View(CoverageDocument(rows, 0.0, 900.0), "a", ["a"], "")
-
-    assert make_report(view, STATE, {}, time.time())["findings"] == []
+    findings = make_report(view, STATE, {}, time.time())["findings"]
+    assert [found["level"] for found in findings] == levels
+    assert all((found["requests"], found["of"], found["place"]) == (unguarded, 1_000, None) for found in findings)
 
 
 def test_what_there_is_no_room_for_is_a_problem() -> None:

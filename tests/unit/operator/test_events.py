@@ -8,7 +8,7 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cloudevents.core.formats.json import JSONFormat
 
-from extproc.errors import LoopguardError, UsageError
+from extproc.errors import LoopguardError
 from extproc.metrics import Metrics
 from extproc.operator import events as events_module
 from extproc.operator.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
@@ -28,6 +28,8 @@ from tests.support.harness import eventually
 from tests.support.messages import headers
 from tests.support.receivers import CA, receiving
 from tests.support.service import make_service, repeat
+
+ANY = {"pathPrefix": "/"}
 
 
 def count(metrics: Metrics, result: str) -> float:
@@ -53,8 +55,8 @@ def authorities(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are short."""
-    monkeypatch.setattr(events_module, "_GATHER_SECONDS", 0.01)
-    monkeypatch.setattr(events_module, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(events_module, "GATHER_SECONDS", 0.01)
+    monkeypatch.setattr(events_module, "FIRST_WAIT_SECONDS", 0.01)
 
 
 def test_a_file_has_a_cloud_event_on_each_line(tmp_path: Path) -> None:
@@ -67,9 +69,8 @@ def test_a_file_has_a_cloud_event_on_each_line(tmp_path: Path) -> None:
 
     found = [JSONFormat().read(None, line) for line in file.read_bytes().splitlines()]
     assert [event.get_type() for event in found] == list(TYPES.values())
-    assert {(event.get_specversion(), event.get_source(), event.get_subject()) for event in found} == {
-        ("1.0", "loopguard/test", "p")
-    }
+    named = {(event.get_specversion(), event.get_source(), event.get_subject()) for event in found}
+    assert named == {("1.0", "loopguard/test", "p")}
     assert len({event.get_id() for event in found}) == len(TYPES)
     assert found[0].get_data() == {"policy": "p"}
     said = found[0].get_time()
@@ -99,28 +100,18 @@ def test_a_webhook_gets_signed_batches(tmp_path: Path, authorities: str) -> None
 
 
 def test_a_receiver_that_fails_is_asked_again(authorities: str) -> None:
-    """The same events come again until they are taken."""
+    """The same events come again until they are taken, or refused for good; then the next ones are sent."""
     metrics = Metrics()
-    with receiving(503, 429, 200) as receiver:
+    with receiving(503, 429, 200, 410, 200) as receiver:
         events = start(metrics, events=receiver.url, events_ca=authorities)
-        events.emit("loop_began", "p", {})
-        eventually(lambda: count(metrics, "sent") == 1, "an answer")
+        for result, number in (("sent", 1), ("dropped", 1), ("sent", 2)):
+            events.emit("loop_began", "p", {})
+            eventually(lambda result=result, number=number: count(metrics, result) == number, "an answer")  # type: ignore[misc]
         events.close()
 
-    assert len(receiver.batches) == 3
-    assert len({body for _, body in receiver.batches}) == 1
-
-
-def test_a_receiver_that_refuses_is_not_asked_again(authorities: str) -> None:
-    """What is refused for good is dropped and counted, and the next events are sent."""
-    metrics = Metrics()
-    with receiving(410, 200) as receiver:
-        events = start(metrics, events=receiver.url, events_ca=authorities)
-        events.emit("loop_began", "p", {})
-        eventually(lambda: count(metrics, "dropped") == 1, "the refusal")
-        events.emit("loop_ended", "p", {})
-        eventually(lambda: count(metrics, "sent") == 1, "the next one")
-        events.close()
+    bodies = [body for _, body in receiver.batches]
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert (len(bodies), len({*bodies})) == (5, 3)
 
 
 def test_nothing_is_sent_to_a_receiver_without_a_trusted_certificate() -> None:
@@ -136,10 +127,10 @@ def test_nothing_is_sent_to_a_receiver_without_a_trusted_certificate() -> None:
 
 
 class Stuck:
-    """A sink that takes nothing until it is told."""
+    """A sink that takes nothing, and fails when it is told."""
 
     def __init__(self) -> None:
-        self.free = threading.Event()
+        self.free, self.closed = threading.Event(), threading.Event()
 
     def send(self, events: Sequence[bytes]) -> None:  # noqa: ARG002  # it takes nothing
         """Wait, and fail."""
@@ -147,45 +138,44 @@ class Stuck:
         raise UnreachableError("dead")
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """The last thing that happens."""
+        self.closed.set()
 
 
-def test_a_dead_receiver_costs_a_bounded_queue() -> None:
-    """While nothing gets through, only this many events wait; the others are dropped and counted, and no caller waits."""
+def test_a_dead_receiver_costs_a_bounded_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller waits, and neither does the end of the process; each event that is not sent is counted once."""
+    monkeypatch.setattr(events_module, "LAST_SECONDS", 0.01)
     metrics, sink = Metrics(), Stuck()
     events = Events(sink, "test", metrics)
     for _ in range(MAX_QUEUED + 1_000):
         events.emit("loop_began", "p", {})
-    dropped = count(metrics, "dropped")
-    sink.free.set()
+    too_many = count(metrics, "dropped")
     events.close()
-
-    assert 1_000 - 100 <= dropped <= 1_000
-    eventually(lambda: count(metrics, "dropped") == MAX_QUEUED + 1_000, "an end of the batch that was on its way")
-
-
-def test_what_is_left_at_the_end_is_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread may be slower than the end of the process: it finds nothing in the queue any more."""
-    monkeypatch.setattr(events_module, "_LAST_SECONDS", 0.01)
-    metrics, sink = Metrics(), Stuck()
-    events = Events(sink, "test", metrics)
-    for _ in range(1_000):
-        events.emit("loop_began", "p", {})
-    events.close()
-    left = count(metrics, "dropped")
+    at_the_end = count(metrics, "dropped")
     sink.free.set()
-    eventually(lambda: not events._thread.is_alive(), "the end of the thread")
+    eventually(sink.closed.is_set, "the end of the thread, which may be slower than that of the process")
 
-    assert 0 < left <= 1_000
-    assert count(metrics, "dropped") == 1_000
+    assert 1_000 - 100 <= too_many <= 1_000
+    assert MAX_QUEUED < at_the_end <= MAX_QUEUED + 1_000
+    assert count(metrics, "dropped") == MAX_QUEUED + 1_000
+
+
+class Told:
+    """What watchers send, as kind, subject and data."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, dict[str, Any]]] = []
+
+    def __call__(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
+        """Keep an event."""
+        self.events.append((kind, subject, dict(data)))
 
 
 def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
     """Each once, in OpenTelemetry's names for agent and tool; callers by their values only where they are shown."""
-    told: list[tuple[str, str, dict[str, Any]]] = []
-    watcher = LoopEvents(lambda kind, subject, data: told.append((kind, subject, dict(data))), lambda: False)
-    keys: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
-    service = make_service(policy("p", {"pathPrefix": "/"}, action="warn", escalate={"reject": 5}, **keys))
+    told = Told()
+    watcher = LoopEvents(told, lambda: False)
+    service = make_service(policy("p", ANY, action="warn", escalate={"reject": 5}, limit_keys=["header:x-user-id"]))
     table, now = service.reporter.loops, time.time()
     for times in (3, 1, 1, 1):
         repeat(service, headers(end=True, x_user_id="secret"), times=times)
@@ -193,62 +183,61 @@ def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
     watcher.look(table.copy(), now + 120)
     watcher.look(table.copy(), now + 121)
 
-    assert [(kind, subject) for kind, subject, _ in told] == [("loop_began", "p"), ("loop_escalated", "p"), ("loop_ended", "p")]
-    began, _, ended = (data for _, _, data in told)
+    assert [event[:2] for event in told.events] == [("loop_began", "p"), ("loop_escalated", "p"), ("loop_ended", "p")]
+    began, _, ended = (data for _, _, data in told.events)
     assert (began["count"], began["requests"], ended["requests"]) == (3, {"warn": 1}, {"warn": 2, "reject": 2})
     assert began["loopguard.caller"] == table.copy()[0].tenant
-    assert "secret" not in str(told)
+    assert "secret" not in str(told.events)
 
 
 def test_a_session_meets_a_limit_and_is_killed_once() -> None:
     """However many of its requests are refused; after it has begun anew it is told again. Its caller stays a hash."""
-    told: list[tuple[str, str, dict[str, Any]]] = []
-    watcher = SessionEvents(lambda kind, subject, data: told.append((kind, subject, dict(data))), lambda: False)
+    told = Told()
+    watcher = SessionEvents(told, lambda: False)
     table, cost = SessionTable(), LIMITS.index("max_cost_per_session")
-    for now, standing in enumerate(
-        [
-            Standing(steps=1),
-            *[Standing(cost, 2 * 10**9, 10**9, steps=1, blocks=blocks, cost=2 * 10**9, age_ms=9_000) for blocks in (1, 2, 3)],
-            *[Standing(1, steps=1, blocks=blocks, killed=1, age_ms=9_000) for blocks in (4, 5)],
-            Standing(steps=1),
-            *[Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=blocks) for blocks in (1, 2)],
-            *[Standing(1) for _ in range(2)],
-        ]
-    ):
+    standings = [
+        Standing(steps=1),
+        *[Standing(cost, 2 * 10**9, 10**9, steps=1, blocks=blocks, cost=2 * 10**9, age_ms=9_000) for blocks in (1, 2, 3)],
+        *[Standing(1, steps=1, blocks=blocks, killed=1, age_ms=9_000) for blocks in (4, 5)],
+        Standing(steps=1),
+        *[Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=blocks) for blocks in (1, 2)],
+        *[Standing(1) for _ in range(2)],
+    ]
+    for now, standing in enumerate(standings):
         name = RunName("a" * 16, "p", "enforce", "5" * 16)
         table.note(name, [("user", "secret")], standing, "m", "", bytes([now]), 1_000.0 + now)
         watcher.look(table.copy())
 
-    assert [(kind, subject, data["limit"], data["killed"]) for kind, subject, data in told] == [
+    assert [(kind, subject, data["limit"], data["killed"]) for kind, subject, data in told.events] == [
         ("session_limited", "p", "max_cost_per_session", None),
         ("session_killed", "p", "killed", "consecutive_blocks"),
         ("session_limited", "p", "max_steps", None),
         ("session_killed", "p", "killed", "operator"),
     ]
-    assert [told[0][2][name] for name in ("used", "allowed", "actual_cost", "total_step_count")] == [2, 1, 2, 1]
-    assert "secret" not in str(told)
+    first = told.events[0][2]
+    assert [first[name] for name in ("used", "allowed", "actual_cost", "total_step_count")] == [2, 1, 2, 1]
+    assert "secret" not in str(told.events)
 
 
-@pytest.mark.parametrize("place", ["http://receiver.example/hook", "ftp://x"])
-def test_a_place_that_is_none_is_a_usage_error(place: str) -> None:
-    """What goes over a network goes over TLS."""
-    with pytest.raises(UsageError) as failure:
-        open_events(Settings(events=place), "test", Metrics())
-
-    assert str(failure.value) == f"--events must be a file, - or https://..., not {place!r}"
+MISSING = "/nowhere/no/such"
 
 
-def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
-    """A file for events, a secret and authorities that are not there are clear errors at the start."""
-    missing = f"{tmp_path}/no/such"
-    for settings, named in [
-        (Settings(events=missing), "--events"),
-        (Settings(events="https://h/", events_secret_file=missing), "--events-secret-file"),
-        (Settings(events="https://h/", events_ca=missing), "--events-ca"),
-    ]:
-        with pytest.raises(LoopguardError) as failure:
-            open_events(settings, "test", Metrics())
-        assert named in str(failure.value)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"events": "http://h.example/hook"}, "--events must be a file, - or https://..., not 'http://h.example/hook'"),
+        ({"events": "ftp://x"}, "--events must be a file, - or https://..., not 'ftp://x'"),
+        ({"events": MISSING}, "--events"),
+        ({"events": "https://h/", "events_secret_file": MISSING}, "--events-secret-file"),
+        ({"events": "https://h/", "events_ca": MISSING}, "--events-ca"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_told(settings: dict[str, str], message: str) -> None:
+    """What goes over a network goes over TLS; files have to be there at the start."""
+    with pytest.raises(LoopguardError) as failure:
+        start(Metrics(), **settings)
+
+    assert message in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +251,9 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
 )
 def test_an_agent_is_told_by_its_own_id(sent: dict[str, Any], keys: str, shown: str | None) -> None:
     """As it names itself in its requests; an id that tells callers apart is shown as their hash alone."""
-    told: list[dict[str, Any]] = []
-    watcher = LoopEvents(lambda _kind, _subject, data: told.append(dict(data)), lambda: False)
-    service = make_service(policy("p", {"pathPrefix": "/"}, action="warn", limit_keys=[keys]))
+    told, service = Told(), make_service(policy("p", ANY, action="warn", limit_keys=[keys]))
 
     repeat(service, headers(end=True, x_user_id="ann", **sent), times=3)
-    watcher.look(service.reporter.loops.copy(), time.time())
+    LoopEvents(told, lambda: False).look(service.reporter.loops.copy(), time.time())
 
-    assert [data["gen_ai.agent.id"] for data in told] == [shown]
-    assert told[0]["loopguard.caller"] == service.reporter.loops.copy()[0].tenant
+    assert [data["gen_ai.agent.id"] for _, _, data in told.events] == [shown]

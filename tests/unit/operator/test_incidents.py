@@ -1,118 +1,93 @@
-"""A tool that fails for many is one incident: its agents wait, and nobody can make one alone."""
+"""A tool that fails for many is one incident: its agents wait, and no caller can make one alone."""
 
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from extproc.decision import Decision
-from extproc.ext_proc.service import Service
-from extproc.metrics import Metrics
-from extproc.operator.board import unpack_all
+from extproc.decision import ToolFailure
 from extproc.operator.events import IncidentEvents
-from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
+from extproc.operator.incident_rows import WINDOW_SECONDS
 from extproc.operator.incident_table import LONGEST_SECONDS, REST_SECONDS, IncidentTable
-from extproc.store.memory import MemoryStore
+from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
-from tests.support.engine import ANY, make_engine
-from tests.support.looping import looked_into, post
+from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service
-from tests.support.steering import steered
+from tests.support.operated import Ahead, Operated
+from tests.support.service import decoded, exchange, metadata_of
+from tests.support.steering import TURNS, steered
 from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
 
 DOWN = "error: the database is on fire"
-TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, "limit_keys": ["header:x-user"]}
+STEER: dict[str, Any] = {**TURNS, "limit_keys": ["header:x-user-id"]}
+PATHS = {as_responses: "/v1/responses", as_anthropic: "/v1/messages"}
 
 
-def write_loop(times: int = 5, *, tool: str = "search", error: str = DOWN, task: str = "a", write: Any = as_chat) -> bytes:  # noqa: ANN401
-    """A conversation about a task in which a tool has failed so often."""
-    turns = [
-        Did(((tool, {"about": task}),), (error,), "", f"{task}: thought {number}", number) for number in range(1, times + 1)
-    ]
-    return json.dumps(write(turns)).encode()
+class Fleet(Operated):
+    """Agents of several callers behind policies, and a clock of the test's own."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *policies: dict[str, Any], replicas: int = 1, **loop: Any) -> None:  # noqa: ANN401  # keys of loop_detection
+        self.clock = Ahead(monkeypatch)
+        super().__init__(*(policies or (policy("p", ANY, **{**STEER, **loop}),)), replicas=replicas)
 
-class Fleet:
-    """Agents of several callers behind one policy, and a clock of the test's own."""
+    def send(
+        self,
+        caller: str,
+        task: str,
+        times: int = 5,
+        *,
+        tool: str = "search",
+        error: str = DOWN,
+        write: Any = as_chat,  # noqa: ANN401  # one of `turn_writers`
+        replica: int = 0,
+    ) -> Any:  # noqa: ANN401  # a reply
+        """The reply to a conversation about a task in which a tool has failed so often."""
+        self.clock.seconds += 1
+        done = [Did(((tool, {"about": task}),), (error,), "", f"{task}: thought {n}", n) for n in range(1, times + 1)]
+        sent = headers(PATHS.get(write, CHAT), x_user_id=caller)
+        return exchange(self.services[replica], sent, body(json.dumps(write(done)).encode()))[-1]
 
-    def __init__(self, **loop: Any) -> None:  # noqa: ANN401  # keys of loop_detection
-        self.table = IncidentTable()
-        self.now = 1_000_000.0
-        self.engine = make_engine(policy("p", ANY, **{**TURNS, **loop}))
-        self._store = MemoryStore(Metrics())
+    def act(self, *sent: Any, **more: Any) -> str:  # noqa: ANN401  # as `send`
+        """The action for one such request."""
+        return str(metadata_of(decoded(self.send(*sent, **more))).get("action", "allow"))
 
-    def send(self, caller: str, task: str, **loop: Any) -> Decision:  # noqa: ANN401  # as of `write_loop`
-        """What is made of one request."""
-        self.now += 1
-        evaluation = looked_into(self.engine, write_loop(task=task, **loop), post(x_user=caller))
-        counts = [self._store.hit(group.list_hits()) for group in evaluation.groups]
-        return self.table.weigh(evaluation, evaluation.decide(*counts), self.now)
-
-    def fail(self, callers: str = "ab", tasks: str = "123", **loop: Any) -> list[str]:  # noqa: ANN401
+    def fail(self, callers: str = "ab", tasks: str = "123", *more: Any, **loop: Any) -> list[str]:  # noqa: ANN401  # as `send`
         """The actions for a session of each caller about each task."""
-        return [self.send(caller, task, **loop).action.value for task in tasks for caller in callers]
+        return [self.act(caller, task, *more, **loop) for task in tasks for caller in callers]
+
+    def list_incidents(self) -> list[dict[str, Any]]:
+        """The incidents of `/loops`."""
+        incidents: list[dict[str, Any]] = self.ask("/loops")["incidents"]
+        return incidents
 
 
-def test_the_fifth_session_is_an_incident_and_none_is_refused_from_then_on() -> None:
-    """Whatever they ask the tool for; each is told to wait, and no longer that refusals follow."""
-    fleet = Fleet()
-
-    assert fleet.fail() == ["reject"] * 4 + ["steer"] * 2
-    lead = fleet.send("c", "9").lead
-    assert lead is not None
-    advice = lead.subject.advise(lead, "POST", "/")
-    assert advice.about == "Tool failing"
-    assert "fails in the same way for other agents" in advice.what
-    assert advice.instead.startswith("Wait before you try it again.")
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    """Agents behind a policy that steers, and refuses from the fifth turn on."""
+    return Fleet(monkeypatch)
 
 
-def test_loops_that_are_not_refused_yet_count_as_well_and_are_told_the_same() -> None:
-    """Three turns are a loop."""
-    fleet = Fleet()
-
-    assert fleet.fail(times=3) == ["steer"] * 6
-    lead = fleet.send("a", "1", times=3).lead
-    assert lead is not None
-    assert lead.subject.advise(lead, "POST", "/").about == "Tool failing"
-    assert fleet.send("a", "2", times=2).lead is None
+@pytest.mark.parametrize(("times", "early"), [(3, "steer"), (5, "reject")])
+def test_the_fifth_session_begins_an_incident_and_is_told_to_wait(fleet: Fleet, times: int, early: str) -> None:
+    """Whatever it asks the tool for, and whether its loop would be refused; no note says that refusals follow."""
+    assert fleet.fail("ab", "123", times) == [early] * 4 + ["steer"] * 2
+    note = json.dumps(steered(decoded(fleet.send("c", "9", times))))
+    assert "Tool failing: " in note
+    assert "fails in the same way for other agents" in note
+    assert "Wait before you try it again." in note
+    assert "requests will be refused" not in note
+    assert fleet.act("a", "2", 2) == "allow"
 
 
 @pytest.mark.parametrize("write", [as_chat, as_responses, as_anthropic])
-def test_each_api_is_read(write: Any) -> None:  # noqa: ANN401
-    """As `turns` reads them."""
-    assert Fleet().fail(write=write)[-1] == "steer"
-
-
-def test_one_caller_alone_cannot_spare_itself() -> None:
-    """However many sessions it has; nor can four sessions of two."""
-    fleet = Fleet()
-
-    assert fleet.fail("a", "123456789") == ["reject"] * 9
-    assert fleet.fail("a", "12") == ["reject"] * 2
-    assert Fleet().fail("ab", "12") == ["reject"] * 4
-
-
-def test_one_session_is_one_however_often_it_asks() -> None:
-    """Its conversation grows, and begins as it did."""
-    fleet = Fleet()
-
-    actions = [fleet.send(caller, "1", times=times).action.value for times in range(5, 10) for caller in "abcd"]
-
-    assert actions == ["reject"] * 20
-
-
-def test_other_tools_other_errors_and_other_policies_are_not_spared() -> None:
-    """An incident is of one tool that fails in one way."""
-    fleet = Fleet()
-    fleet.fail()
-
-    assert fleet.send("a", "1", tool="read").action.value == "reject"
-    assert fleet.send("a", "1", error="error: another one").action.value == "reject"
-    assert fleet.send("a", "1").action.value == "steer"
+@pytest.mark.parametrize("error", [DOWN, "500 Internal Server Error: exception", "error: 503 Service Unavailable"])
+def test_what_servers_say_when_they_are_down_is_an_incident(fleet: Fleet, error: str, write: Any) -> None:  # noqa: ANN401
+    """In passing or not, through each API."""
+    assert fleet.fail(error=error, write=write)[-1] == "steer"
 
 
 @pytest.mark.parametrize(
@@ -127,43 +102,62 @@ def test_other_tools_other_errors_and_other_policies_are_not_spared() -> None:
         "1 validation error for search: query: field required",
     ],
 )
-def test_what_no_server_can_mend_is_no_incident(error: str) -> None:
+def test_what_no_server_can_mend_is_no_incident(fleet: Fleet, error: str) -> None:
     """Results that are no errors, things that are not there, and calls that are wrong: agents of one kind are alike there."""
-    assert set(Fleet().fail(error=error)) == {"reject"}
+    assert set(fleet.fail(error=error)) == {"reject"}
 
 
-@pytest.mark.parametrize("error", [DOWN, "500 Internal Server Error: exception", "error: 503 Service Unavailable"])
-def test_what_servers_say_when_they_are_down_is_one(error: str) -> None:
-    """In passing or not."""
-    assert Fleet().fail(error=error)[-1] == "steer"
+@pytest.mark.parametrize(("callers", "tasks"), [("a", "123456789"), ("ab", "12"), ("abcdabcdabcd", "1")])
+def test_few_callers_or_sessions_cannot_spare_themselves(fleet: Fleet, callers: str, tasks: str) -> None:
+    """Neither one caller with many sessions, nor four sessions, however often they ask."""
+    assert set(fleet.fail(callers, tasks)) == {"reject"}
 
 
-def test_an_incident_ends_when_few_sessions_are_left() -> None:
-    """Each counts for some minutes; a new one is begun by five again."""
-    fleet = Fleet()
+def test_a_session_that_grows_is_still_one(fleet: Fleet) -> None:
+    """It begins as it did."""
+    assert [fleet.act(caller, "1", times) for times in range(5, 10) for caller in "abcd"] == ["reject"] * 20
+
+
+def test_other_tools_and_other_errors_are_not_spared(fleet: Fleet) -> None:
+    """An incident is of one tool that fails in one way."""
     fleet.fail()
-    first = fleet.table.list_incidents()[0].began
-    fleet.now += WINDOW_SECONDS + 1
 
-    assert fleet.fail() == ["reject"] * 4 + ["steer"] * 2
-    (row,) = fleet.table.list_incidents()
-    assert row.began > first + WINDOW_SECONDS
+    assert fleet.act("a", "1", tool="read") == "reject"
+    assert fleet.act("a", "1", error="error: another one") == "reject"
+    assert fleet.act("a", "1") == "steer"
 
 
-def test_no_incident_spares_its_loops_for_ever() -> None:
+def test_an_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
+    """Each counts for some minutes; a new one is begun by five again, and is an event of its own."""
+    told: list[tuple[str, str, Mapping[str, object]]] = []
+    events = IncidentEvents(lambda *event: told.append(event))
+
+    def look(callers: str, tasks: str) -> list[str]:
+        actions = fleet.fail(callers, tasks)
+        events.look(fleet.service.reporter.incidents.list_incidents())
+        return actions
+
+    assert (look("ab", "12"), told) == (["reject"] * 4, [])
+    for _ in range(3):
+        look("ab", "123")
+    assert [(kind, subject) for kind, subject, _ in told] == [("tool_failing", "p")]
+    assert [told[0][2][name] for name in ("gen_ai.tool.name", "callers", "sessions")] == ["search", 2, 6]
+    (first,) = fleet.list_incidents()
+    fleet.clock.seconds += WINDOW_SECONDS + 1
+    assert look("ab", "123") == ["reject"] * 4 + ["steer"] * 2
+    (second,) = fleet.list_incidents()
+    assert second["first_seen"] > first["first_seen"]
+    assert len(told) == 2
+
+
+def test_no_incident_spares_its_loops_for_ever(fleet: Fleet) -> None:
     """After half an hour they are refused, and for an hour no new incident of that kind spares any."""
-    fleet = Fleet()
-    began = fleet.now
-    while fleet.now < began + LONGEST_SECONDS - 110:
+    while fleet.clock.seconds < LONGEST_SECONDS - 110:
         assert fleet.fail()[-1] == "steer"
-        fleet.now += 100
-    fleet.now += 110
-
-    assert set(fleet.fail()) == {"reject"}
-    fleet.now += WINDOW_SECONDS + 1
-    assert set(fleet.fail()) == {"reject"}
-    fleet.now += REST_SECONDS
-    assert fleet.fail()[-1] == "steer"
+        fleet.clock.seconds += 100
+    for wait, last in ((110, "reject"), (WINDOW_SECONDS + 1, "reject"), (REST_SECONDS, "steer")):
+        fleet.clock.seconds += wait
+        assert fleet.fail()[-1] == last
 
 
 @pytest.mark.parametrize(
@@ -179,108 +173,72 @@ def test_no_incident_spares_its_loops_for_ever() -> None:
         ({"incidents": False}, "reject", 0),
     ],
 )
-def test_the_strictest_action_that_ends_no_run_is_taken(loop: Mapping[str, Any], action: str, delay: int) -> None:
+def test_the_strictest_action_that_ends_no_run_is_taken(
+    monkeypatch: pytest.MonkeyPatch, loop: Mapping[str, Any], action: str, delay: int
+) -> None:
     """Of those that the policy names, else a warning; the policy can have its refusals all the same."""
-    fleet = Fleet(**{"threshold_identical_requests": 3, **loop})
+    fleet = Fleet(monkeypatch, **{"threshold_identical_requests": 3, **loop})
     fleet.fail()
 
-    lead = fleet.send("a", "1").lead
+    reply = fleet.send("a", "1")
 
-    assert lead is not None
-    assert (lead.action.value, lead.delay_ms) == (action, delay)
+    assert (metadata_of(decoded(reply))["action"], reply.hold_ms) == (action, delay)
 
 
-def test_a_shadow_policy_has_incidents_that_change_nothing() -> None:
+def test_a_shadow_policy_has_incidents_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it would have done is known, and the enforcing policy's verdict is its own."""
-    live = policy("live", ANY, **{**TURNS, "incidents": False})
-    fleet = Fleet()
-    fleet.engine = make_engine(live, policy("p", ANY, mode="shadow", **TURNS))
+    live = policy("live", ANY, **{**STEER, "incidents": False})
+    fleet = Fleet(monkeypatch, live, policy("p", ANY, mode="shadow", **STEER))
 
-    decisions = [fleet.send(caller, task) for task in "123" for caller in "ab"]
+    assert fleet.fail() == ["reject"] * 6
 
-    assert [decision.action.value for decision in decisions] == ["reject"] * 6
-    assert [decision.shadow.action.value for decision in decisions if decision.shadow] == ["reject"] * 4 + ["steer"] * 2
-    assert [row.policy for row in fleet.table.list_incidents()] == ["p"]
+    assert fleet.service.metrics.decisions == {
+        ("live", "enforce", "reject"): 6, ("p", "shadow", "reject"): 4, ("p", "shadow", "steer"): 2,
+    }  # fmt: skip
+    assert [row["policies"] for row in fleet.list_incidents()] == [["p"]]
 
 
-def test_a_caller_pushes_out_its_own_failures_only() -> None:
+def test_a_caller_pushes_out_its_own_failures_only(fleet: Fleet) -> None:
     """It makes up as many as it likes; what others have begun stands."""
-    fleet = Fleet()
     fleet.fail("ab", "12")
     for number in range(200):
         fleet.send("eve", "1", error=f"error: made up {'x' * number}")
 
     assert fleet.fail("c", "1") == ["steer"]
-    assert len(fleet.table.copy()) == len(fleet.table._keys) == 41
+    assert len(fleet.service.reporter.incidents.copy()) == 41
 
 
-def test_what_is_kept_of_an_incident_is_bounded() -> None:
+def test_failures_that_were_pushed_out_take_no_memory() -> None:
+    """A caller makes up ten thousand."""
+    table = IncidentTable()
+    tracemalloc.start()
+    for number in range(10_000):
+        table.find("p", ToolFailure("search", f"{number:016x}"), "a" * 16)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert used < 200_000
+
+
+def test_what_is_kept_of_an_incident_is_bounded(fleet: Fleet) -> None:
     """Its size is that of a few sessions, and the number of all is an estimate."""
-    fleet = Fleet()
     for number in range(300):
         fleet.send(f"caller {number % 100}", f"task {number}")
 
-    (failing,) = fleet.table.copy()
-    (row,) = fleet.table.list_incidents()
-    assert sum(len(own) for own in failing._recent.values()) <= 64
-    assert (len(row.callers), len(row.sessions)) == (64, 64)
-    assert 70 < row.count_callers() < 140
-    assert 210 < row.count_sessions() < 420
+    (row,) = fleet.list_incidents()
+    assert 70 < row["callers"] < 140
+    assert 210 < row["sessions"] < 420
 
 
-def test_rows_of_replicas_are_joined() -> None:
+def test_rows_of_replicas_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers and sessions that both know are one, requests are added; what was long ago is left out."""
-    one, other = Fleet(), Fleet()
-    one.fail("abc")
-    other.fail("bcd")
-    documents = [fleet.table.make_document(shows_callers=False) for fleet in (one, other)]
-    packed = unpack_all({str(n): document.pack() for n, document in enumerate(documents)}, IncidentDocument)
+    fleet = Fleet(monkeypatch, replicas=2)
+    fleet.clock.seconds = -4_000
+    fleet.fail(tasks="789", tool="read")
+    for replica, callers in enumerate(("abc", "bcd")):
+        fleet.clock.seconds = 0
+        fleet.fail(callers, replica=replica)
 
-    (row,) = IncidentDocument.merge(packed.values(), one.now).rows
+    (row,) = fleet.list_incidents()
 
-    assert (row.tool, row.count_callers(), row.count_sessions(), row.requests) == ("search", 4, 12, 18)
-    assert IncidentDocument.merge(packed.values(), one.now + 4_000).rows == []
-
-
-def test_there_is_one_event_for_each_incident() -> None:
-    """Not one for each request, session or look."""
-    told: list[tuple[str, str, Mapping[str, object]]] = []
-    events = IncidentEvents(lambda *event: told.append(event))
-    fleet = Fleet()
-    fleet.fail("ab", "12")
-    events.look(fleet.table.list_incidents())
-    assert told == []
-
-    for _ in range(3):
-        fleet.fail()
-        events.look(fleet.table.list_incidents())
-    assert [(kind, subject) for kind, subject, _ in told] == [("tool_failing", "p")]
-    data = told[0][2]
-    assert (data["gen_ai.tool.name"], data["callers"], data["sessions"]) == ("search", 2, 6)
-
-    fleet.now += WINDOW_SECONDS + 1
-    fleet.fail()
-    events.look(fleet.table.list_incidents())
-    assert len(told) == 2
-
-
-def fail(service: Service, callers: str = "abc", tasks: str = "12") -> list[Any]:
-    """The answers to a session of each caller about each task."""
-    return [
-        decoded(exchange(service, headers("/v1/chat/completions", x_user=caller), body(write_loop(task=task)))[-1])
-        for task in tasks
-        for caller in callers
-    ]
-
-
-def test_agents_get_a_note_that_tells_them_to_wait() -> None:
-    """Through ext_proc: a request that would have been refused goes on, with the note behind its newest result."""
-    service = make_service(policy("p", ANY, **TURNS))
-
-    answers = fail(service)
-
-    assert [answer.WhichOneof("response") for answer in answers] == ["immediate_response"] * 4 + ["request_body"] * 2
-    note = json.dumps(steered(answers[-1]))
-    assert "Tool failing: " in note
-    assert "Wait before you try it again." in note
-    assert "requests will be refused" not in note
+    assert [row[name] for name in ("tool", "callers", "sessions", "requests")] == ["search", 4, 12, 18]

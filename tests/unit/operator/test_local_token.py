@@ -77,20 +77,14 @@ UNSAFE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("name", UNSAFE)
 def test_an_unsafe_file_is_not_read(name: str) -> None:
-    """Another user may have made it, or reads what is in it."""
+    """Another user may have made it, or reads what is in it; into an unsafe folder no token is written, either."""
     UNSAFE[name](write_token(PORT))
 
     with pytest.raises(OSError, match=r"must be a (file|folder) of this user alone, with mode [67]00|Too many levels"):
         read_token(PORT)
-
-
-@pytest.mark.parametrize("name", ["others write into the folder", "a linked folder"])
-def test_no_token_is_written_into_an_unsafe_folder(name: str) -> None:
-    """A server then takes no orders without a token file of its own."""
-    UNSAFE[name](write_token(PORT))
-
-    with pytest.raises(PermissionError, match="must be a folder of this user alone"):
-        write_token(PORT)
+    if "folder" in name:
+        with pytest.raises(PermissionError, match="must be a folder of this user alone"):
+            write_token(PORT)
 
 
 def _share(address: str) -> Credentials:

@@ -41,11 +41,6 @@ STUCK = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "s
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 
 
-def list_loops(service: Service) -> list[Loop]:
-    """The table."""
-    return service.reporter.loops.copy()
-
-
 def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
     """A loop as a replica tells it."""
     now = time.time()
@@ -58,100 +53,65 @@ def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
 
 
 def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
-    """Who, where, since when, how often, and what was not sent on; requests below the threshold belong to no loop."""
-    service = make_service(policy("p", ANY, **BY_USER, escalate={"reject": 5}, action="warn"))
-    repeat(service, headers("/v1/chat?x=1", x_user_id="ann"), body(b"12345678"), times=7)
+    """Of each policy that acts on it: a shadow policy refuses nothing. Requests below the threshold leave no trace."""
+    service = make_service(
+        policy("p", ANY, **BY_USER, escalate={"reject": 5}, action="warn"), policy("canary", ANY, mode="shadow", **BY_USER)
+    )
+    table, sent = service.reporter.loops, (headers("/v1/chat?x=1", x_user_id="ann"), body(b"12345678"))
+    repeat(service, *sent, times=2)
+    assert (table.copy(), table.curves) == ([], {})
+    repeat(service, *sent, times=5)
 
-    (loop,) = list_loops(service)
+    loop, canary = table.copy()
 
     assert (loop.policy, loop.detector, loop.mode, loop.method, loop.path) == ("p", "default", "enforce", "POST", "/v1/chat")
     assert loop.caller == [("x-user-id", "ann")]
     assert (loop.requests, loop.total, loop.count) == ({"warn": 2, "reject": 3}, 5, 7)
     assert (loop.size, loop.stopped, loop.stopped_size) == (40, 3, 24)
     assert loop.first <= loop.last
-
-
-def test_requests_that_are_not_acted_on_leave_no_trace() -> None:
-    """Without loops the table is empty and takes no memory."""
-    service = make_service(policy("p", ANY))
-    repeat(service, headers(end=True), times=2)
-
-    assert list_loops(service) == []
-    assert service.reporter.loops.curves == {}
-
-
-def test_a_shadow_policy_has_entries_of_its_own() -> None:
-    """What a shadow policy would do is no refusal: nothing is said not to have been sent on."""
-    service = make_service(policy("live", ANY, action="warn"), policy("canary", ANY, mode="shadow"))
-    repeat(service, headers(end=True), times=4)
-
-    live, canary = list_loops(service)
-
-    assert (live.mode, live.requests) == ("enforce", {"warn": 2})
-    assert (canary.mode, canary.requests, canary.stopped) == ("shadow", {"reject": 2}, 0)
+    assert (canary.mode, canary.requests, canary.stopped) == ("shadow", {"reject": 5}, 0)
+    assert {key: sum(curve.counts) for key, curve in table.curves.items()} == {
+        ("p", "enforce", "warn"): 2, ("p", "enforce", "reject"): 3, ("canary", "shadow", "reject"): 5,
+    }  # fmt: skip
 
 
 def test_an_agents_loop_names_tool_model_and_route() -> None:
-    """What conversations repeat is told by tool, with the model that is asked and Envoy's name of the route."""
-    service = make_service(policy("p", ANY, similarity="tool_calls", **BY_USER))
-    conversation = json.dumps({"model": "gpt-4o", "messages": [STUCK, FOUND] * 4}).encode()
-    exchange(service, headers("/v1/chat/completions", x_user_id="bob", attributes=ON_ROUTE), body(conversation))
-
-    (loop,) = list_loops(service)
-
-    assert (loop.tools, loop.model, loop.route) == (["search"], "gpt-4o", "llm")
-
-
-def test_what_is_kept_of_a_client_is_short() -> None:
-    """However long names, values and paths are, what a loop keeps of them is bounded."""
-    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
-    repeat(service, headers("/" + "a" * 60_000, x_user_id="b" * 8_000, end=True), times=2)
-
-    (loop,) = list_loops(service)
-
-    assert (len(loop.path), [len(value) for _, value in loop.caller]) == (256, [128])
-
-
-def test_bytes_that_are_no_text_are_spelled() -> None:
-    """Paths, callers and models that nothing can write as they are do not keep a table from being published."""
+    """All of it is cut, and bytes that are no text are spelled, so that a table can be published."""
     service = make_service(policy("p", ANY, similarity="tool_calls", **BY_USER), show_callers=True)
-    conversation = json.dumps({"messages": [STUCK, FOUND] * 4}).encode()
-    exchange(service, headers("/models/\udcff/v1/chat/completions", x_user_id="bob\udcfe"), body(conversation))
+    agent = {"messages": [STUCK, FOUND] * 4}
+    path, odd = "/v1/chat/completions", "/models/\udcff/v1/chat/completions"
+    for sent, user, value in (
+        (path, "bob", {**agent, "model": "gpt-4o"}), (odd, "bob\udcfe", agent), (f"/{'a' * 60_000}{path}", "b" * 8_000, agent),
+    ):  # fmt: skip
+        exchange(service, headers(sent, x_user_id=user, attributes=ON_ROUTE), body(json.dumps(value).encode()))
 
     (found,) = unpack_all({"r": service.reporter.loops.make_document(shows_callers=True).pack()}, LoopDocument).values()
 
-    (row,) = found.rows
-    assert (row.path, row.model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
-    assert row.caller == [("x-user-id", "bob\\udcfe")]
+    loops = {len(row.caller[0][1]): row for row in found.rows}
+    assert (loops[3].tools, loops[3].model, loops[3].route) == (["search"], "gpt-4o", "llm")
+    assert (loops[9].path, loops[9].model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
+    assert loops[9].caller == [("x-user-id", "bob\\udcfe")]
+    assert len(loops[128].path) == 256
 
 
 def test_lines_in_the_log_come_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
-    """The first request of a loop is logged, then the second, the fourth and so on, with where and what it was."""
+    """The first request of a loop is logged, then the second, the fourth and so on; a tenant's storm hides no other's loop."""
     service = make_service(policy("p", ANY, **BY_USER))
     with caplog.at_level(logging.WARNING):
         repeat(service, headers("/v1", x_user_id="ann", end=True, attributes=ON_ROUTE), times=22)
+        for number in range(300):
+            repeat(service, headers(f"/storm/{number}", x_user_id="storm", end=True), times=3)
+        repeat(service, headers("/stuck", x_user_id="stuck", end=True), times=3)
 
     lines = [vars(record)["fields"] for record in caplog.records]
-    assert [line["requests"] for line in lines] == [1, 2, 4, 8, 16]
-    assert (lines[0]["path"], lines[0]["route"]) == ("/v1", "llm")
+    assert [line["requests"] for line in lines[:5]] == [1, 2, 4, 8, 16]
+    assert (lines[0]["path"], lines[0]["route"], lines[-1]["path"]) == ("/v1", "llm", "/stuck")
+    assert len(lines) < 100
     assert "ann" not in str(lines)
 
 
-def test_a_storm_in_the_log_does_not_hide_a_stuck_agent(caplog: pytest.LogCaptureFixture) -> None:
-    """One tenant's many loops get a few log lines a second; another tenant's loop is still logged."""
-    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
-    with caplog.at_level(logging.WARNING):
-        for number in range(300):
-            repeat(service, headers(f"/storm/{number}", x_user_id="storm", end=True), times=2)
-        repeat(service, headers("/stuck", x_user_id="stuck", end=True), times=2)
-
-    paths = [vars(record)["fields"]["path"] for record in caplog.records]
-    assert paths[-1] == "/stuck"
-    assert len(paths) < 100
-
-
 def test_the_curve_is_the_last_hour() -> None:
-    """Each minute has its count, minutes without any are zero, and what is older than an hour is gone."""
+    """Each minute has its count, what is older than an hour is gone, and curves of replicas are added minute by minute."""
     curve = Line("p", "enforce", "reject", 100, [0] * MINUTES)
     for minute in (100, 100, 103):
         curve.add(minute)
@@ -162,16 +122,8 @@ def test_the_curve_is_the_last_hour() -> None:
 
     curve.add(103 + MINUTES)
     assert sum(curve.list_counts(103 + MINUTES)) == 1
-
-
-def test_a_curve_for_each_policy_mode_and_action() -> None:
-    """What is acted on is drawn, in the minute in which it was."""
-    service = make_service(policy("p", ANY), policy("q", ANY, mode="shadow", action="warn"))
-    repeat(service, headers(end=True), times=4)
-
-    drawn = {key: sum(curve.counts) for key, curve in service.reporter.loops.curves.items()}
-
-    assert drawn == {("p", "enforce", "reject"): 2, ("q", "shadow", "warn"): 2}
+    old, new = (Line("p", "enforce", "reject", 100 + at, [0] * 58 + counts) for at, counts in enumerate(([1, 2], [4, 8])))
+    assert merge_lines([old, new], 101)[0].counts[-3:] == [1, 6, 8]
 
 
 def test_tables_are_packed_for_a_board_and_unpacked() -> None:
@@ -213,16 +165,6 @@ def test_replicas_tables_are_merged() -> None:
     assert (merged.first, merged.last, merged.count) == (now - 90, now, 9)
     assert (merged.requests, merged.size, merged.stopped, merged.stopped_size) == ({"reject": 5, "warn": 1}, 60, 5, 50)
     assert here.requests == {"reject": 2}
-
-
-def test_curves_of_replicas_are_added_minute_by_minute() -> None:
-    """Tables that were published at different minutes are brought to the same one."""
-    old = Line("p", "enforce", "reject", 100, [0] * 58 + [1, 2])
-    new = Line("p", "enforce", "reject", 101, [0] * 58 + [4, 8])
-
-    (merged,) = merge_lines([old, new], 101)
-
-    assert merged.counts[-3:] == [1, 6, 8]
 
 
 def test_money_comes_with_a_rate() -> None:
@@ -285,15 +227,6 @@ def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], messag
     assert str(failure.value).endswith(f"answered 400: {message}")
 
 
-def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
-    """A browser that came here under another host name sees only hashes, as does any other machine."""
-    with admin_of(looping(show_callers=True)) as client:
-        near, far = (client.ask("/loops", headers=more) for more in ({}, {"host": "evil.example"}))
-
-    assert near["conversations"][0]["descriptors"] == {"x-user-id": "ann"}
-    assert far["conversations"][0]["descriptors"] is None
-
-
 def run_top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What `loopguard top` prints."""
     assert main(["top", *arguments]) == 0
@@ -301,39 +234,40 @@ def run_top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each conversation is a row; what clients choose is text, neither markup nor a terminal's command."""
+    """Of conversations and of tools that fail; what clients choose is text, neither markup nor a terminal's command."""
     monkeypatch.setenv("COLUMNS", "200")
-    with admin_of(looping("[red]\x1b[2J", show_callers=True), price=1_000.0) as client:
+    service = looping("[red]\x1b[2J", show_callers=True)
+    failing = service.reporter.incidents.find("p", ToolFailure("[red]\x1b[2J", "0" * 16), "a" * 16)
+    for number in range(6):
+        failing.note(f"{number % 2:016x}", f"{number:016x}", time.time() - 130, refused=True)
+    with admin_of(service, price=1_000.0) as client:
         printed = run_top(capsys, "--admin", client.url)
+        (elsewhere,) = client.ask("/loops", headers={"host": "evil.example"})["conversations"]
 
-    assert "1 of 1 loop active, 1 caller; 1 replica" in printed
+    assert elsewhere["descriptors"] is None  # for a page of another site
+    assert "1 of 1 loop active, 1 failing tool, 1 caller; 1 replica" in printed
+    assert re.search(r"^\[red\]\\x1b\[2J fails +2m +shadow: wait +6 in 2 callers", printed, re.MULTILINE)
     assert "spent nothing on 0 requests; spared <$0.01, 1 not forwarded" in printed
     assert " reject " in printed
     assert "x-user-id=[red]\\x1b[2J" in printed
     assert "\x1b" not in printed
 
 
-def test_top_names_tools_that_fail_for_many(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row for each of them."""
-    monkeypatch.setenv("COLUMNS", "200")
-    service = looping()
-    failing = service.reporter.incidents.find("p", ToolFailure("[red]\x1b[2J", "0" * 16), "a" * 16)
-    for number in range(6):
-        failing.note(f"{number % 2:016x}", f"{number:016x}", time.time() - 130, refused=True)
-    with admin_of(service) as client:
-        printed = run_top(capsys, "--admin", client.url)
-
-    assert re.search(r"^\[red\]\\x1b\[2J fails +2m +shadow: wait +6 in 2 callers", printed, re.MULTILINE)
-
-
-def test_top_prints_json_of_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Servers that do not know of each other are added up; one that is named twice counts once."""
+def test_top_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once each, with the selection and the price that are asked for; a table that is empty says why."""
     with admin_of(looping("ann")) as one, admin_of(looping("bob")) as other:
-        printed = run_top(capsys, "--json", *(part for url in (one.url, other.url, one.url) for part in ("--admin", url)))
+        urls = [part for url in (one.url, other.url, one.url) for part in ("--admin", url)]
+        report = json.loads(run_top(capsys, "--json", *urls))
+        priced = json.loads(run_top(capsys, "--json", *urls[:2], "--price", "500000", "--limit", "1"))
+        none = run_top(capsys, "--once", *urls[:2], "--policy", "other")
+    failed = main(["top", "--admin", "unix:/nonexistent.sock"])
 
-    report = json.loads(printed)
     assert [row["requests"] for row in report["conversations"]] == [1, 1]
     assert (report["total"]["conversations"], len(report["replicas"])) == (2, 2)
+    assert priced["conversations"][0]["cost_not_sent_on_usd"] == 1.0
+    assert "\nnone of 1 loop matches\n" in none
+    assert failed == 1
+    assert capsys.readouterr().err.startswith("loopguard: cannot ask unix:/nonexistent.sock: ")
 
 
 def test_top_is_live_on_a_terminal() -> None:
@@ -379,25 +313,3 @@ def read_until(screen: BinaryIO, part: bytes) -> bytes:
         assert time.monotonic() < deadline, f"{part!r} was never shown, but {seen[-2_000:]!r}"
         seen += screen.read(65_536)
     return seen
-
-
-def test_top_passes_the_selection_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """Filters and the price are the server's to apply."""
-    with admin_of(looping()) as client:
-        none = json.loads(run_top(capsys, "--json", "--admin", client.url, "--policy", "other"))
-        priced = json.loads(run_top(capsys, "--json", "--admin", client.url, "--price", "500000", "--limit", "1"))
-
-    assert none["conversations"] == []
-    assert priced["conversations"][0]["cost_not_sent_on_usd"] == 1.0
-
-
-def test_top_says_that_no_loop_matches(capsys: pytest.CaptureFixture[str]) -> None:
-    """It says how many loops there are, so that the empty table is not taken for a lack of data."""
-    with admin_of(looping()) as client:
-        assert "\nnone of 1 loop matches\n" in run_top(capsys, "--once", "--admin", client.url, "--policy", "other")
-
-
-def test_top_says_that_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, and exit code 1."""
-    assert main(["top", "--admin", "unix:/nonexistent.sock"]) == 1
-    assert capsys.readouterr().err.startswith("loopguard: cannot ask unix:/nonexistent.sock: ")

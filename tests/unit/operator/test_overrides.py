@@ -1,11 +1,10 @@
-"""What operators order about callers: what is found for a request, what becomes of it, and how orders are given and kept."""
+"""What operators order about callers: what becomes of requests, and how orders are given, kept and told."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -16,33 +15,18 @@ from extproc.engine.orders import (
     ALLOW,
     BLOCK,
     GRANT,
-    KILL,
     MAX_GRANT,
     RELEASE,
-    ActiveOverride,
-    Caller,
-    Grant,
-    Overrides,
     Target,
-    find_kill,
-    find_kind,
     hash_descriptor,
-    select,
     sum_agent_grants,
     sum_grants,
-    sum_tool_grants,
 )
 from extproc.errors import BadOrderError
 from extproc.ext_proc.service import Service
 from extproc.operator import overrides
 from extproc.operator.admin.row_states import read_time
-from extproc.operator.overrides import (
-    Seen,
-    describe_override,
-    parse_order,
-    read_override,
-    write_override,
-)
+from extproc.operator.overrides import Seen, describe_override, parse_order, read_override, write_override
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.session_limits import BUDGET_KEYS
@@ -50,13 +34,16 @@ from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import body, headers
-from tests.support.operated import ALL, Away, Operated, send
-from tests.support.orders import ANN, USER, apply_orders, order
-from tests.support.service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of
+from tests.support.operated import ALL, Ahead, Away, Operated, send
+from tests.support.orders import USER, apply_orders, order
+from tests.support.service import FailingStore, decoded, exchange, headers_of, make_service, sample
 from tests.support.session_limits import ask as ask_in_session
 from tests.support.session_limits import limited, status, told, turns
 from tests.support.sessions import agents, send_all, turn
 from tests.support.windows import WINDOW_TYPES
+
+GUARDED = policy("p", ANY, **USER)
+BY_NAME = {"x-user-id": "ann"}
 
 
 def ask(service: Service, user: str = "ann", data: bytes = b"{}", path: str = CHAT) -> ProcessingResponse:
@@ -64,96 +51,57 @@ def ask(service: Service, user: str = "ann", data: bytes = b"{}", path: str = CH
     return decoded(exchange(service, headers(path, x_user_id=user), body(data))[-1])
 
 
-def count(service: Service, kind: str, mode: str = "enforce", name: str = "p") -> float:
+def count(service: Service, kind: str, mode: str = "enforce") -> float:
     """How many requests overrides of a kind have decided."""
-    labels = {"policy": name, "mode": mode, "kind": kind}
-    return service.metrics.registry.get_sample_value("loopguard_overridden_total", labels) or 0
+    return sample(service, "overridden_total", policy="p", mode=mode, kind=kind)
+
+
+def operate(replicas: int = 1, *policies: dict[str, Any]) -> Operated:
+    """Replicas that tell callers apart by user."""
+    return Operated(*(policies or (GUARDED,)), replicas=replicas)
 
 
 # What holds for a request
 
 
-def find_by_head(standing: Overrides, name: str, now: float, caller: Caller) -> list[ActiveOverride]:
-    """What holds for a caller under a policy."""
-    return select(standing.find_by_head(caller), name, now)
-
-
-def find(standing: Overrides, name: str = "p", *, ahead: float = 0) -> list[str]:
-    """The names of what holds for a request of which all is known."""
-    values = [("x-user-id", "ann"), ("x-team", "t")]
-    head = name, time.time() + ahead, Caller(["f" * 16], values)
-    found = [*find_by_head(standing, *head), *standing.find_by_body(*head, "a" * 16, "0" * 8, ("search", "read"))]
-    return [override.name for override in found]
+CALL = b'{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "%s", "arguments": {}}}'
+CALLER, SESSION = hash_tenant("x-team=t|x-user-id=ann"), hash_descriptor("header:x-session-id", "s")
 
 
 @pytest.mark.parametrize(
     ("target", "holds"),
     [
-        (Target(caller="f" * 16), True),
-        (Target(caller="e" * 16), False),
-        (ANN, True),
-        (Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", "bob")),)), False),
-        (Target(descriptors=(("x-org", hash_descriptor("x-org", "ann")),)), False),
-        (Target(descriptors=(("x-team", hash_descriptor("x-team", "t")), *ANN.descriptors)), True),
-        (Target(session="a" * 16), True),
-        (Target(session="b" * 16), False),
-        (Target(fingerprint="0" * 8), True),
-        (Target(tool="read"), True),
-        (Target(tool="write"), False),
-        (Target(caller="f" * 16, tool="read", fingerprint="0" * 8), True),
-        (Target(caller="f" * 16, tool="write"), False),
+        ({"caller": CALLER}, True),
+        ({"caller": "e" * 16}, False),
+        ({"caller": BY_NAME}, True),
+        ({"caller": {"x-user-id": "bob"}}, False),
+        ({"caller": {"x-org": "ann"}}, False),
+        ({"caller": {"x-team": "t", **BY_NAME}}, True),
+        ({"session": SESSION}, True),
+        ({"session": "b" * 16}, False),
+        ({"fingerprint": "0" * 8}, False),
+        ({"tool": "read"}, True),
+        ({"tool": "write"}, False),
+        ({"caller": CALLER, "tool": "read", "session": SESSION}, True),
+        ({"caller": CALLER, "tool": "write"}, False),
+        ({"caller": BY_NAME, "policy": "p"}, True),
+        ({"caller": BY_NAME, "policy": "other"}, False),
     ],
 )
-def test_all_that_is_named_must_hold(target: Target, holds: bool) -> None:
+def test_all_that_is_named_must_hold(target: dict[str, Any], holds: bool) -> None:
     """An override holds for a request that has everything it names, whatever else the request has."""
-    assert bool(find(Overrides([order(BLOCK, target)]))) is holds
+    keys: dict[str, Any] = {"limit_keys": ["header:x-user-id", "header:x-team"], "session": {"keys": ["header:x-session-id"]}}
+    one = operate(1, policy("p", ANY, similarity="mcp", **keys))
+    one.give(kind="block", **target)
 
+    send(one.service, 1, CALL % b"read", x_user_id="ann", x_team="t", x_session_id="s")
 
-def test_a_head_tells_of_callers_alone() -> None:
-    """Before its body is known a request has no session, fingerprint or tool that anything could be about."""
-    targets = [
-        Target(session="a" * 16),
-        Target(fingerprint="0" * 8),
-        Target(tool="read"),
-        Target(descriptors=ANN.descriptors, tool="read"),
-    ]
-    of_body, of_head = Overrides([order(BLOCK, target) for target in targets]), Overrides([order(BLOCK)])
-    head = "p", time.time(), Caller([hash_tenant("x-user-id=ann")], [("x-user-id", "ann")])
-    body = "a" * 16, "0" * 8, ("read",)
-
-    assert (len(find_by_head(of_body, *head)), len(of_body.find_by_body(*head, *body))) == (0, 4)
-    assert (len(find_by_head(of_head, *head)), len(of_head.find_by_body(*head, *body))) == (1, 0)
-    assert (of_body.blocks_heads, of_head.blocks_heads) == (False, True)
-
-
-def test_one_policy_or_all() -> None:
-    """An override about one policy leaves the others alone."""
-    standing = Overrides([order(ALLOW, about="p", name="one"), order(BLOCK, name="all")])
-
-    assert find(standing) == ["one", "all"]
-    assert find(standing, "q") == ["all"]
+    assert count(one.service, "block") == holds
 
 
 def test_an_override_ends_by_itself() -> None:
-    """It is not found after its end, without having been removed."""
-    standing = Overrides([order(BLOCK, lasts=60)])
-
-    assert find(standing, ahead=58) == ["o"]
-    assert find(standing, ahead=61) == []
-
-
-def test_the_number_of_overrides_does_not_matter() -> None:
-    """Ten thousand overrides of one shape are one look-up."""
-    users = [Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"u{number}")),)) for number in range(10_000)]
-    standing = Overrides([order(BLOCK, target) for target in [*users, ANN]])
-
-    assert len(standing) == 1
-    assert find(standing) == ["o"]
-
-
-def test_one_descriptor_is_a_caller_of_one() -> None:
-    """The hash of a value alone is the tenant that logs show, where callers are told apart by nothing else."""
-    assert hash_descriptor("x-user-id", "ann") == hash_tenant("x-user-id=ann")
+    """It does not hold after its end, without having been removed."""
+    assert send(apply_orders(make_service(GUARDED), order(BLOCK, lasts=-1))) == [200]
 
 
 # Allow
@@ -161,13 +109,14 @@ def test_one_descriptor_is_a_caller_of_one() -> None:
 
 def test_an_allowed_caller_is_never_acted_on() -> None:
     """A loop of an allowed caller is let through, reported as allowed, and counted; that of another is refused."""
-    service = apply_orders(make_service(policy("p", ANY, **USER)), order(ALLOW))
+    service = apply_orders(make_service(GUARDED), order(ALLOW))
 
     assert send(service, 5) == [200] * 5
     assert send(service, 3, x_user_id="bob") == [200, 200, 429]
     assert service.metrics.decisions == {("p", "enforce", "allow"): 7, ("p", "enforce", "reject"): 1}
     assert count(service, "allow") == 3
-    assert status(ask(apply_orders(service))) == 429  # it was counted all the while
+    assert send(apply_orders(service)) == [429]  # it was counted all the while
+    assert send(apply_orders(make_service(GUARDED), order(ALLOW), order(BLOCK))) == [429]
 
 
 @pytest.mark.parametrize("action", ["reject", "throttle", "warn", "steer"])
@@ -181,14 +130,15 @@ def test_no_action_is_taken_about_an_allowed_caller(action: str) -> None:
     assert not decoded(replies[-1]).HasField("dynamic_metadata")
 
 
-def test_a_shadow_policy_allows_as_well() -> None:
-    """What a shadow policy would have done about an allowed caller is nothing, as in force it will be."""
-    service = apply_orders(make_service(policy("p", ANY, mode="shadow", **USER)), order(ALLOW))
+def test_a_shadow_policy_allows_and_releases_as_well() -> None:
+    """What it would have done about an allowed caller is nothing, and its counts begin anew."""
+    service = make_service(policy("p", ANY, mode="shadow", **USER))
+    send(apply_orders(service, order(ALLOW)), 3)
+    assert (service.metrics.decisions, count(service, "allow", "shadow")) == ({("p", "shadow", "allow"): 3}, 1)
+    send(apply_orders(service), 1)
+    send(apply_orders(service, order(RELEASE)), 2)
 
-    send(service, 3)
-
-    assert service.metrics.decisions == {("p", "shadow", "allow"): 3}
-    assert count(service, "allow", "shadow") == 1
+    assert service.metrics.decisions == {("p", "shadow", "allow"): 5, ("p", "shadow", "reject"): 1}
 
 
 def test_an_allowed_caller_may_be_uncountable() -> None:
@@ -196,12 +146,10 @@ def test_an_allowed_caller_may_be_uncountable() -> None:
     strict = policy("p", ANY, similarity="canonical", **USER)
     strict["spec"]["uncountable"] = "reject"
     service = make_service(strict)
-    message = headers(x_user_id="ann", content_encoding="unheard-of")
+    sent: dict[str, Any] = {"x_user_id": "ann", "content_encoding": "unheard-of"}
 
-    refused = status(decoded(exchange(service, message, body(b"{}"))[-1]))
-    allowed = status(decoded(exchange(apply_orders(service, order(ALLOW)), message, body(b"{}"))[-1]))
-
-    assert (refused, allowed) == (415, 200)
+    assert send(service, **sent) == [415]
+    assert send(apply_orders(service, order(ALLOW)), **sent) == [200]
 
 
 # Block
@@ -209,7 +157,7 @@ def test_an_allowed_caller_may_be_uncountable() -> None:
 
 def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFixture) -> None:
     """The first request is refused with a reason of its own before its body is waited for; nothing is counted."""
-    service = apply_orders(make_service(policy("p", ANY, **USER)), order(BLOCK, lasts=90, reason="runaway", who="eve"))
+    service = apply_orders(make_service(GUARDED), order(BLOCK, lasts=90, reason="runaway", who="eve"))
 
     (reply,) = exchange(service, headers(x_user_id="ann"))
     answer = decoded(reply)
@@ -234,24 +182,7 @@ def test_a_block_is_final_where_the_policy_leaves_the_status_open(chosen: int | 
 
     answer = ask(service)
 
-    assert status(answer) == expected
-    assert ("Retry-After" in headers_of(answer)) == waits
-
-
-def test_a_block_beats_an_allow() -> None:
-    """A caller that is both allowed and blocked is blocked."""
-    assert send(apply_orders(make_service(policy("p", ANY, **USER)), order(ALLOW), order(BLOCK)), 1) == [429]
-
-
-def test_a_blocked_request_is_known_by_its_body() -> None:
-    """A fingerprint is blocked once the body has come, and no other request of the caller is."""
-    service = make_service(policy("p", ANY, action="warn", threshold_identical_requests=2, **USER))
-    ask(service, data=b"same")
-    fingerprint = str(metadata_of(ask(service, data=b"same"))["fingerprint"])
-    apply_orders(service, order(BLOCK, Target(fingerprint=fingerprint)))
-
-    assert status(ask(service, data=b"same")) == 429
-    assert status(ask(service, data=b"other")) == 200
+    assert (status(answer), "Retry-After" in headers_of(answer)) == (expected, waits)
 
 
 def test_a_blocked_caller_does_not_hide_behind_a_body() -> None:
@@ -264,11 +195,9 @@ def test_a_blocked_caller_does_not_hide_behind_a_body() -> None:
 def test_a_caller_in_the_body_is_blocked_once_it_is_known() -> None:
     """Where limit keys stand in the body, the block waits for it."""
     service = make_service(policy("p", ANY, limit_keys=["header:x-user-id", "body:/org"]))
-    tenant = hash_tenant("/org=o|x-user-id=ann")
-    apply_orders(service, order(BLOCK, Target(caller=tenant)))
+    apply_orders(service, order(BLOCK, Target(caller=hash_tenant("/org=o|x-user-id=ann"))))
 
-    assert status(ask(service, data=b'{"org": "o"}')) == 429
-    assert status(ask(service, data=b'{"org": "p"}')) == 200
+    assert [send(service, 1, data) for data in (b'{"org": "o"}', b'{"org": "p"}')] == [[429], [200]]
 
 
 def test_a_shadow_policy_blocks_no_request() -> None:
@@ -276,12 +205,8 @@ def test_a_shadow_policy_blocks_no_request() -> None:
     service = make_service(policy("p", ANY, mode="shadow", **USER), policy("q", {"pathExact": "/q"}, **USER))
     apply_orders(service, order(BLOCK))
 
-    assert send(service, 1) == [200]
-    assert status(ask(service, path="/q")) == 429
-    assert status(ask(apply_orders(service, order(BLOCK, about="p")), path="/q")) == 200
-
-
-CALL = b'{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "%s", "arguments": {}}}'
+    assert (send(service), send(service, path="/q")) == ([200], [429])
+    assert send(apply_orders(service, order(BLOCK, about="p")), path="/q") == [200]
 
 
 def test_a_blocked_tool_is_a_call_that_failed() -> None:
@@ -292,7 +217,7 @@ def test_a_blocked_tool_is_a_call_that_failed() -> None:
 
     assert (answer["id"], answer["result"]["isError"]) == (7, True)
     assert "blocked" in answer["result"]["content"][0]["text"]
-    assert status(ask(service, data=CALL % b"read")) == 200
+    assert send(service, 1, CALL % b"read") == [200]
 
 
 # Release
@@ -313,39 +238,27 @@ def test_a_released_caller_begins_anew(window_type: str, cooldown: int) -> None:
     assert send(service, 3) == [200, 200, 429]
 
 
-def test_one_loop_is_released() -> None:
-    """A release of a fingerprint leaves the caller's other loops where they are."""
-    service = make_service(policy("p", ANY, **USER))
+@pytest.mark.parametrize(("kind", "refused"), [(RELEASE, b"a"), (BLOCK, b"b")])
+def test_an_order_about_one_loop_leaves_the_others(kind: str, refused: bytes) -> None:
+    """Known by its fingerprint, once the body has come."""
+    service = make_service(policy("p", ANY, action="reject" if kind == RELEASE else "warn", **USER))
     for data in (b"a", b"b"):
-        for _ in range(3):
-            answer = ask(service, data=data)
-    apply_orders(service, order(RELEASE, Target(fingerprint=headers_of(answer)["x-loopguard-fingerprint"])))
+        send(service, 3, data)
+    (name,) = [loop.fingerprint for loop in service.reporter.loops.copy()][1:]
+    apply_orders(service, order(kind, Target(fingerprint=name)))
 
-    assert status(ask(service, data=b"b")) == 200
-    assert status(ask(service, data=b"a")) == 429
+    assert {data: send(service, 1, data) for data in (b"a", b"b")} == {b"a": [200], b"b": [200]} | {refused: [429]}
 
 
 def test_the_newest_release_counts() -> None:
     """Of several that hold for a request the newest begins its count, whatever the order in which they are known."""
-    older, newer = (
-        order(RELEASE, name="older"),
-        order(RELEASE, Target(caller=hash_tenant("x-user-id=ann")), since=5, name="newer"),
-    )
-    service = apply_orders(make_service(policy("p", ANY, **USER)), newer)
+    older = order(RELEASE, name="older")
+    newer = order(RELEASE, Target(caller=hash_tenant("x-user-id=ann")), since=5, name="newer")
+    service = apply_orders(make_service(GUARDED), newer)
     assert send(service, 3) == [200, 200, 429]
 
     assert send(apply_orders(service, older, newer), 1) == [429]
     assert send(apply_orders(service, newer, older), 1) == [429]
-
-
-def test_what_a_shadow_policy_counted_is_released() -> None:
-    """Shadow counts begin anew as well."""
-    service = make_service(policy("p", ANY, mode="shadow", **USER))
-    send(service, 3)
-    apply_orders(service, order(RELEASE))
-    send(service, 2)
-
-    assert service.metrics.decisions == {("p", "shadow", "allow"): 4, ("p", "shadow", "reject"): 1}
 
 
 def test_a_released_session_s_ring_begins_anew() -> None:
@@ -361,7 +274,7 @@ def test_a_released_session_s_ring_begins_anew() -> None:
 
 def test_a_window_local_to_a_replica_is_released() -> None:
     """While the store is away the replica's own counts begin anew, on every replica that knows of the release."""
-    service = make_service(policy("p", ANY, **USER), store=FailingStore("loop:"))
+    service = make_service(GUARDED, store=FailingStore("loop:"))
     assert send(service, 3) == [200, 200, 429]
 
     assert send(apply_orders(service, order(RELEASE)), 3) == [200, 200, 429]
@@ -369,80 +282,63 @@ def test_a_window_local_to_a_replica_is_released() -> None:
 
 # Kill and grant
 
-SESSION = Target(session="a" * 16)
+
+TARGET: dict[str, Any] = {"caller": {"x-team": "t"}, "session": {"header:x-session-id": "s"}}
 
 
-def find_all(*standing: ActiveOverride, name: str = "p", session: str = "a" * 16) -> list[ActiveOverride]:
-    """What holds for a request of a session of Ann's."""
-    found = Overrides(standing)
-    head = name, time.time(), Caller([hash_tenant("x-user-id=ann")], [("x-user-id", "ann")])
-    return [*find_by_head(found, *head), *found.find_by_body(*head, session, "0" * 8, ())]
+def send_steps(service: Service, numbers: Iterable[int], session: str = "s") -> list[str]:
+    """Which limit refuses each of these requests of a session, empty for none."""
+    answers = [ask_in_session(service, turns(number), session) for number in numbers]
+    return [str(told(answer)["limit"]) if status(answer) != 200 else "" for answer in answers]
 
 
-def test_a_session_is_killed_and_the_others_are_not() -> None:
-    """A kill holds for the session that it names, or for every session of the caller that it names."""
-    one, all_of_ann = order(KILL, SESSION), order(KILL)
+def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
+    """On every replica, from the next request; the caller's other sessions pass, and a newer kill counts again."""
+    both = operate(2, limited(max_steps=3))
+    assert send_steps(both.services[0], range(2)) == ["", ""]
 
-    assert find_kill(find_all(one)) is one
-    assert find_kill(find_all(one, session="b" * 16)) is None
-    assert find_kill(find_all(order(ALLOW), all_of_ann, session="b" * 16)) is all_of_ann
+    both.give(kind="kill", **TARGET)
+    both.refresh()
+
+    for service in both.services:
+        refused = told(ask_in_session(service, turns(5), "s"))
+        assert refused["limit"] == "killed"
+        assert "an operator has stopped this session" in refused["message"]
+        assert send_steps(service, [6], "other") == [""]
+    (killed,) = [row for row in both.ask("/sessions")["sessions"] if row["killed"]]
+    assert (killed["killed"], killed["session"]) == ("operator", SESSION)
+    both.give(1, kind="release", **TARGET)
+    both.refresh()
+    assert send_steps(both.services[0], range(5)) == ["", "", "", "max_steps", "max_steps"]
+    both.give(kind="kill", caller=TARGET["caller"])
+    assert send_steps(both.services[0], [7], "other") == ["killed"]
 
 
-def test_a_newer_release_undoes_a_kill() -> None:
-    """Whichever of the two was ordered last counts, and the newest of several kills."""
-    kill, release, again = order(KILL, SESSION), order(RELEASE, SESSION, since=5), order(KILL, since=9)
+def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:
+    """On every replica, by what all grants of its policy add; the sessions beside it meet their limit as ever."""
+    both = operate(2, limited(max_steps=2))
+    assert send_steps(both.services[0], range(3)) == ["", "", "max_steps"]
 
-    assert find_kill(find_all(kill, release)) is None
-    assert find_kill(find_all(kill, release, again)) is again
-    assert find_kind(find_all(kill, release, again), KILL) is again
+    both.give(kind="grant", session=TARGET["session"], steps=1)
+    given, _ = both.give(1, kind="grant", **TARGET, steps=1)
+    both.give(1, kind="grant", **TARGET, steps=9, policy="other")
+    both.refresh()
 
-
-def test_grants_add_up() -> None:
-    """Each that holds for a session adds to its limits: those of its caller as well, those of other sessions not."""
-    grants = [
-        order(GRANT, SESSION, grant=Grant(10, 0, 5, 1, 2, 3, 4)),
-        order(GRANT, grant=Grant(1, 2, 0, agents=40)),
-        order(GRANT, about="q", grant=Grant(100, 100, 100)),
-    ]
-
-    assert sum_grants(find_all(*grants, order(BLOCK))) == (11, 2, 5)
-    assert sum_grants(find_all(*grants, session="b" * 16)) == (1, 2, 0)
-    assert sum_grants(find_all(*grants, name="q")) == (111, 102, 105)
-    assert sum_grants([]) == (0, 0, 0)
-    assert sum_agent_grants(find_all(*grants, order(BLOCK))) == (1, 42, 3, 4)
-    assert sum_agent_grants([order(BLOCK, grant=MAX_GRANT)]) == (0, 0, 0, 0)
+    assert send_steps(both.services[1], [10]) == [""]
+    assert send_steps(both.services[0], [11, 12]) == ["", "max_steps"]
+    assert send_steps(both.services[1], range(3), "other") == ["", "", "max_steps"]
+    assert both.revoke(given["override"])[0] == 200
+    both.give(kind="grant", session=TARGET["session"], steps=1, key="again")
+    assert send_steps(both.services[0], [13]) == ["max_steps"]
 
 
 def test_grants_are_bounded_together() -> None:
     """However many are given, what they add stays in the range in which everything is counted exactly."""
     assert sum_grants([order(GRANT, grant=MAX_GRANT)] * 10_000) == MAX_GRANT[:3]
+    assert sum_agent_grants([order(BLOCK, grant=MAX_GRANT)]) == (0, 0, 0, 0)
 
 
-# The service
-
-
-class Clock:
-    """A clock that tests put forward."""
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def __call__(self) -> float:
-        """The time."""
-        return time.time() + self.ahead
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Their clock."""
-    made = Clock()
-    monkeypatch.setattr(overrides, "time", made)
-    return made
-
-
-def operate(replicas: int = 1, *policies: dict[str, Any]) -> Operated:
-    """Replicas that tell callers apart by user."""
-    return Operated(*(policies or (policy("p", ANY, **USER),)), replicas=replicas)
+# Orders on several replicas
 
 
 def last(given: Mapping[str, Any]) -> int:
@@ -455,7 +351,7 @@ def test_orders_apply_on_every_replica_once_it_has_asked(caplog: pytest.LogCaptu
     caplog.set_level(logging.WARNING)
     both = operate(2, policy("p", ANY, threshold_identical_requests=9, **USER))
 
-    given, _ = both.give(kind="block", caller={"x-user-id": "ann"}, seconds=60, reason="runaway")
+    given, _ = both.give(kind="block", caller=BY_NAME, seconds=60, reason="runaway")
     assert [send(service) for service in both.services] == [[429], [200]]
     both.refresh()
     assert [send(service) for service in both.services] == [[429], [429]]
@@ -473,118 +369,65 @@ def test_orders_apply_on_every_replica_once_it_has_asked(caplog: pytest.LogCaptu
     assert "ann" not in caplog.text
 
 
-def test_without_the_store_the_last_known_orders_hold_until_they_end(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_without_the_store_the_last_known_orders_hold_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica without its store applies the orders it knows until they end, and tells the operator of new ones."""
-    monkeypatch.setattr(overrides, "_POLL_SECONDS", 0.01)
-    store = Away()
-    service = make_service(policy("p", ANY, **USER))
-    made = Operated(services=[service], store=store)
-    given, _ = made.give(kind="block", caller={"x-user-id": "ann"}, seconds=60)
+    monkeypatch.setattr(overrides, "POLL_SECONDS", 0.01)
+    clock, store = Ahead(monkeypatch), Away()
+    made = Operated(services=[make_service(GUARDED)], store=store)
+    given, _ = made.give(kind="block", caller=BY_NAME, seconds=60)
     store.away = ALL
 
     assert made.post({"kind": "allow", "tool": "t"})[0] == made.revoke(given["override"])[0] == 503
-    assert send(service) == [429]
-    clock.ahead = 61
+    assert send(made.service) == [429]
+    clock.seconds = 61
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(made.givers[0].follow(), 0.2))
 
-    assert service.overrides is None
+    assert made.service.overrides is None
     assert made.list_orders() == []
 
 
-def test_the_same_order_again_takes_the_place_of_the_first(clock: Clock) -> None:
+def test_the_same_order_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """To block a caller longer is to block it again; a caller is released as often as that is ordered."""
-    one = operate(1)
-    first, _ = one.give(kind="block", caller={"x-user-id": "ann"}, seconds=60)
-    clock.ahead = 10
-    second, _ = one.give(kind="block", caller={"x-user-id": "ann"}, seconds=60, reason="longer")
-    other, _ = one.give(kind="block", caller={"x-user-id": "ann"}, policy="p")
+    one, clock = operate(), Ahead(monkeypatch)
+    first, _ = one.give(kind="block", caller=BY_NAME, seconds=60)
+    clock.seconds = 10
+    second, _ = one.give(kind="block", caller=BY_NAME, seconds=60, reason="longer")
+    other, _ = one.give(kind="block", caller=BY_NAME, policy="p")
 
     assert first["override"] == second["override"] != other["override"]
-    assert {standing["override"]: standing.get("reason", "") for standing in one.list_orders()} == {
-        second["override"]: "longer",
-        other["override"]: "",
-    }
+    standing = {order["override"]: order.get("reason", "") for order in one.list_orders()}
+    assert standing == {second["override"]: "longer", other["override"]: ""}
 
 
-def test_every_replica_knows_what_is_killed_and_granted() -> None:
-    """A kill and grants that are given here stand there as well, whole, until they are revoked."""
+def test_every_replica_knows_all_of_an_order() -> None:
+    """A kill and a grant stand elsewhere as they were given, for a day unless the operator says how long."""
     both = operate(2)
     kill, _ = both.give(kind="kill", session="a" * 16)
     grant, _ = both.give(kind="grant", session="a" * 16, steps=10, tool_calls=3, cost=0.1, tools={"pay": 1, "a=b": 2})
-    more, _ = both.give(1, kind="grant", caller={"x-user-id": "ann"}, cost=5, seconds=60)
+    more, _ = both.give(1, kind="grant", caller=BY_NAME, cost=5, seconds=60)
     both.refresh()
 
-    def find_there() -> list[ActiveOverride]:
-        return find_all(*both.givers[1].list_standing())
-
-    assert find_kill(find_there()) is not None
-    assert sum_grants(find_there()) == (10, 3, 5_100_000_000)
+    there = {order["override"]: order for order in both.list_orders(1)}
+    assert there == {order["override"]: there[order["override"]] | order for order in (kill, grant, more)}
     assert [last(given) for given in (kill, grant, more)] == [86_400, 86_400, 60]
-    assert grant.items() >= {"kind": "grant", "steps": 10, "tool_calls": 3, "cost": 0.1}.items()
-    assert grant["tools"] == sum_tool_grants(find_there()) == {"pay": 1, "a=b": 2}
+    expected = {"kind": "grant", "steps": 10, "tool_calls": 3, "cost": 0.1, "tools": {"pay": 1, "a=b": 2}}
+    assert grant.items() >= expected.items()
     assert kill.keys().isdisjoint({"steps", "tool_calls", "cost"})
-    for given in (kill, more):
-        assert both.revoke(given["override"])[0] == 200
-    both.refresh()
-    assert (find_kill(find_there()), sum_grants(find_there())) == (None, (10, 3, 100_000_000))
-
-
-def send_steps(service: Service, numbers: Iterable[int], session: str = "s") -> list[str]:
-    """Which limit refuses each of these requests of a session, empty for none."""
-    answers = [ask_in_session(service, turns(number), session) for number in numbers]
-    return [str(told(answer)["limit"]) if status(answer) != 200 else "" for answer in answers]
-
-
-def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
-    """It holds on every replica, from the next request; the caller's other sessions pass, and a release restarts it."""
-    both = operate(2, limited(max_steps=3))
-    target: dict[str, Any] = {"caller": {"x-team": "t"}, "session": {"header:x-session-id": "s"}}
-    assert send_steps(both.services[0], range(2)) == ["", ""]
-
-    both.give(kind="kill", **target)
-    both.refresh()
-
-    for service in both.services:
-        refused = told(ask_in_session(service, turns(5), "s"))
-        assert refused["limit"] == "killed"
-        assert "an operator has stopped this session" in refused["message"]
-        assert send_steps(service, [6], "other") == [""]
-    both.give(1, kind="release", **target)
-    both.refresh()
-    assert send_steps(both.services[0], range(5)) == ["", "", "", "max_steps", "max_steps"]
-    (killed,) = [run for run in both.services[1].reporter.sessions.copy() if run.ordered]
-    assert killed.name.session == hash_descriptor("header:x-session-id", "s")
-
-
-def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:
-    """On every replica, by what all grants add; the sessions beside it meet their limit as ever."""
-    both = operate(2, limited(max_steps=2))
-    session = {"header:x-session-id": "s"}
-    assert send_steps(both.services[0], range(3)) == ["", "", "max_steps"]
-
-    both.give(kind="grant", session=session, steps=1)
-    both.give(1, kind="grant", caller={"x-team": "t"}, session=session, steps=1)
-    both.refresh()
-
-    assert send_steps(both.services[1], [10]) == [""]
-    assert send_steps(both.services[0], [11, 12]) == ["", "max_steps"]
-    assert send_steps(both.services[1], range(3), "other") == ["", "", "max_steps"]
 
 
 def test_a_grant_given_again_adds_unless_it_has_the_same_key() -> None:
     """Two equal grants are two; one that is sent to several replicas, or sent again for want of an answer, is one."""
-    both = operate(2)
+    both = operate(2, limited(max_steps=1))
     for _ in range(2):
-        both.give(kind="grant", session="a" * 16, steps=10)
+        both.give(kind="grant", session=TARGET["session"], steps=1)
     for giver in (0, 1, 1):
-        both.give(giver, kind="grant", session="a" * 16, steps=10, key="k")
-    both.give(kind="grant", session="b" * 16, steps=10, key="k")
+        both.give(giver, kind="grant", session=TARGET["session"], steps=1, key="k")
+    both.give(kind="grant", session="b" * 16, steps=1, key="k")
     both.refresh()
 
-    standing = both.givers[1].list_standing()
-    assert sum_grants([grant for grant in standing if grant.target == SESSION]) == (30, 0, 0)
-    assert len(standing) == 4
+    assert len(both.list_orders(1)) == 4
+    assert send_steps(both.services[1], range(5)) == ["", "", "", "", "max_steps"]
 
 
 @pytest.mark.parametrize("cost", [1e-12, 0.07, 4.35, 999_999.999999999, 10**6])
@@ -595,26 +438,38 @@ def test_dollars_are_exact(cost: float) -> None:
     assert given.grant.cost == max(1, int((Decimal(str(cost)) * 10**9).to_integral_value()))
 
 
-def test_a_kill_is_not_back_when_its_release_has_ended() -> None:
+@pytest.mark.parametrize(
+    ("target", "hours"),
+    [
+        ({"session": "a" * 16}, 24),
+        ({"caller": {**BY_NAME, "x-team": "t"}, "policy": "p"}, 24),
+        ({"session": "b" * 16}, 1),
+        ({"caller": {"x-user-id": "bob"}}, 1),
+        ({"session": "a" * 16, "policy": "q"}, 1),
+    ],
+)
+def test_a_kill_is_not_back_when_its_release_has_ended(target: dict[str, Any], hours: int) -> None:
     """A release outlasts the kills that it undoes, wherever they were given, and no others."""
     both = operate(2)
-    both.give(kind="kill", session="a" * 16, caller={"x-user-id": "ann"}, policy="p")
-    released = [
-        both.give(1, kind="release", session="a" * 16)[0],
-        both.give(1, kind="release", caller={"x-user-id": "ann", "x-team": "t"}, policy="p")[0],
-        both.give(1, kind="release", session="b" * 16)[0],
-        both.give(1, kind="release", caller={"x-user-id": "bob"})[0],
-        both.give(1, kind="release", session="a" * 16, policy="q")[0],
-    ]
+    both.give(kind="kill", session="a" * 16, caller=BY_NAME, policy="p")
 
-    assert [round(last(release) / 3_600) for release in released] == [24, 24, 1, 1, 1]
+    assert round(last(both.give(1, kind="release", **target)[0]) / 3_600) == hours
+
+
+def test_a_release_stands_until_nothing_is_left_of_what_was_counted() -> None:
+    """It stands longer than every window, cooldown and session that it is about, so that no count from before comes back."""
+    long = policy("long", ANY, window_seconds=7_200, cooldown_seconds=9_000, **USER)
+    one = operate(1, GUARDED, long, agents(session={"idle_seconds": 10_000}))
+
+    for about, seconds in (("p", 3_600), ("long", 9_060), ("agents", 10_060), (None, 10_060)):
+        assert last(one.give(kind="release", caller=BY_NAME, policy=about)[0]) == seconds
 
 
 @pytest.mark.parametrize("grant", [b"7", b'["x"]', b"[Infinity]", b"{}", b"[-5, 1e30]", b"[1, 2, 3]", b"[0,0,0,-1,9e9,1,1,1]"])
 def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
     """Whatever stands in the store as a grant, it is passed over, or adds between nothing and the bounds."""
-    one = operate(1)
-    known = write_override(order(GRANT, SESSION)).replace(b"[0, 0, 0, 0, 0, 0, 0]", grant)
+    one = operate()
+    known = write_override(order(GRANT, Target(session="a" * 16))).replace(b"[0, 0, 0, 0, 0, 0, 0]", grant)
     assert grant in known
     one.put_order("odd", known)
 
@@ -632,23 +487,23 @@ def test_what_was_ordered_before_there_were_grants_is_read() -> None:
     assert read_override("o", json.dumps(older).encode()) == given
 
 
-def test_a_release_stands_until_nothing_is_left_of_what_was_counted() -> None:
-    """It stands longer than every window, cooldown and session that it is about, so that no count from before comes back."""
-    long = policy("long", ANY, window_seconds=7_200, cooldown_seconds=9_000, **USER)
-    patient = agents(session={"idle_seconds": 10_000})
-    one = operate(1, policy("p", ANY, **USER), long, patient)
+@pytest.mark.parametrize("document", [b"", b"[]", b"7", b"{}", b'{"kind": "block"}', b"\xff", b'{"descriptors": []}'])
+def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the store holds, overrides that are understood apply, and the rest is logged."""
+    one = operate()
+    one.put_order("odd", document)
+    one.put_order("newer", write_override(order("pardon", Target(tool="t"))))
+    one.give(kind="block", caller=BY_NAME)
 
-    stands = {name: one.give(kind="release", caller={"x-user-id": "ann"}, policy=name)[0] for name in ("p", "long", "agents")}
-    stands["all"] = one.give(kind="release", caller={"x-user-id": "ann"})[0]
-
-    seconds = {name: last(override) for name, override in stands.items()}
-    assert seconds == {"p": 3_600, "long": 9_060, "agents": 10_060, "all": 10_060}
+    assert send(one.service, 1) == [429]
+    assert send(one.service, 3, x_user_id="bob") == [200, 200, 429]
+    assert "an override in the store is not understood" in caplog.text
 
 
 def test_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the bound an order is refused without the store being asked; one that stands may be given again."""
     monkeypatch.setattr(overrides, "MAX_ORDERS", 2)
-    one = operate(1)
+    one = operate()
     for tool in ("a", "b", "a"):
         one.give(kind="allow", tool=tool)
 
@@ -658,33 +513,29 @@ def test_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_store_is_told_no_names() -> None:
     """The values of callers are neither in the store nor in lists."""
-    one = operate(1)
+    one = operate()
     given, _ = one.give(kind="block", caller={"X-User-Id": "ann"}, session={"header:X-Session-Id": "secret"})
 
     document = one.read_orders()
 
     assert b"ann" not in document
-    assert b"secret" not in document
-    assert "secret" not in json.dumps(given)
+    assert b"secret" not in document + json.dumps(given).encode()
     assert describe_override(read_override(given["override"], document)) == {**given, "meets": tuple(given["meets"])}
     assert given["caller"] == {"x-user-id": hash_descriptor("x-user-id", "ann")}
     assert given["session"] == hash_descriptor("header:x-session-id", "secret")
 
 
-@pytest.mark.parametrize("document", [b"", b"[]", b"7", b"{}", b'{"kind": "block"}', b"\xff", b'{"descriptors": []}'])
-def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the store holds, overrides that are understood apply, and the rest is logged."""
-    one = operate(1)
-    one.put_order("odd", document)
-    one.give(kind="block", caller={"x-user-id": "ann"})
+def test_a_reload_keeps_what_is_ordered() -> None:
+    """Overrides are not part of the policies."""
+    one = operate()
+    one.give(kind="block", caller=BY_NAME)
+    one.service.engine = make_engine(policy("q", ANY, **USER))
 
     assert send(one.service, 1) == [429]
-    assert "an override in the store is not understood" in caplog.text
+    assert sample(one.service, "overrides", kind="block") == 1
 
 
-def test_a_kind_that_is_not_known_does_nothing() -> None:
-    """A newer version may give orders that this one has no idea of."""
-    assert send(apply_orders(make_service(policy("p", ANY, **USER)), order("pardon")), 3) == [200, 200, 429]
+# What is told about an order
 
 
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"
@@ -716,7 +567,7 @@ KEYS = [
     "key",
 ]
 WHOLE = "which applies to whole sessions: name a session, or a caller"
-CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
+CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
 
 
 @pytest.mark.parametrize(
@@ -778,11 +629,11 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or
         ({"kind": ["block"], "tool": "t"}, [f"{KINDS}, not an array"]),
         ({"kind": "block"}, [NO_TARGET]),
         ({"kind": "block", "policy": "p"}, [NO_TARGET]),
-        ({"kind": "block", "caller": "ann"}, [f"{CALLER}, not 'ann'"]),
-        ({"kind": "block", "caller": {}}, [f"{CALLER}, not an empty object"]),
-        ({"kind": "block", "caller": {"x": 1}}, [f"{CALLER}, not an object"]),
-        ({"kind": "block", "caller": {"x": ""}}, [f"{CALLER}, not an object"]),
-        ({"kind": "block", "caller": {str(number): "v" for number in range(17)}}, [f"{CALLER}, not an object"]),
+        ({"kind": "block", "caller": "ann"}, [f"{CALLERS}, not 'ann'"]),
+        ({"kind": "block", "caller": {}}, [f"{CALLERS}, not an empty object"]),
+        ({"kind": "block", "caller": {"x": 1}}, [f"{CALLERS}, not an object"]),
+        ({"kind": "block", "caller": {"x": ""}}, [f"{CALLERS}, not an object"]),
+        ({"kind": "block", "caller": {str(number): "v" for number in range(17)}}, [f"{CALLERS}, not an object"]),
         (
             {"kind": "block", "session": {"a": "b", "c": "d"}},
             ["session must be 16 hex digits, or an object of one value by its key, such as header:x-session-id, not an object"],
@@ -843,141 +694,142 @@ def test_half_of_a_surrogate_pair_is_no_text(key: str, make: Callable[[str], obj
     problem.encode()
 
 
-def test_an_order_comes_with_notes_about_what_it_will_not_do() -> None:
-    """A name that no policy knows, a policy that is not loaded, a shadow policy, and a conversation that cannot forget."""
-    one = operate(1, policy("p", ANY, **USER), policy("s", ANY, mode="shadow", **USER), agents(limit_keys=["jwt:org"]))
-
-    def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
-        return one.give(**given)[1]
-
-    assert remarks(kind="block", caller={"x-user-id": "ann"}) == []
-    assert remarks(kind="block", caller={"user": "ann"}) == [
-        "no policy identifies callers by user; known descriptors: org, x-user-id",
-    ]
-    assert remarks(kind="allow", tool="t", policy="gone") == ["no policy gone is loaded"]
-    in_shadow = ["the policies it applies to are in shadow mode, so nothing is refused"]
-    assert remarks(kind="block", caller={"x-user-id": "ann"}, policy="s") == in_shadow
-    (said,) = remarks(kind="release", tool="t")
-    assert said.startswith("a release cannot reset loops that a request itself shows, as in agents (default)")
+def remark(made: Operated, **given: Any) -> list[str]:  # noqa: ANN401  # an order
+    """The notes about an order."""
+    return made.give(**given)[1]
 
 
-def test_an_order_for_a_session_that_no_policy_finds_has_a_note() -> None:
-    """By a key that no policy looks for; for a grant one that has limits."""
-    looking = agents(session={"keys": ["header:x-run"]}) | {"id": "looking"}
-    counting = operate(1, limited(session={"keys": ["header:x-session-id"]}, max_steps=3), looking)
-
-    def remarks(one: Operated, kind: str, key: str, **given: Any) -> list[str]:  # noqa: ANN401  # an order
-        notes = one.give(kind=kind, session={key: "s"}, **given)[1]
-        return [note for note in notes if "finds sessions" in note]
-
-    assert remarks(counting, "kill", "header:X-Session-Id") == remarks(counting, "allow", "header:x-run") == []
-    assert remarks(counting, "allow", "header:x-sesion") == [
-        "no policy finds sessions by header:x-sesion; known keys: header:x-session-id, header:x-run"
-    ]
-    unlimited = "no policy finds sessions by header:x-run; known keys: header:x-session-id"
-    assert remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
-    assert remarks(counting, "kill", "header:x-run") == []
-    assert remarks(counting, "kill", "header:x-run", policy="agents") == [unlimited]
-    assert remarks(counting, "kill", "jwt:run", policy="gone") == []
-
-
-UNSEEN = "as far as this server knows"
 NO_LIMITS = "this kill does nothing: no policy has session limits; name a session, or use block"
 HEAD_KEYS = [key for key in BUDGET_KEYS if not key.startswith("body:")]
 NAMELESS = policy("p", ANY, **USER)
 NAMELESS["spec"]["session"] = {"keys": ["body:/conversation"]}
-NO_TOOLS = "this allow does nothing: no policy looks at tools (tool_calls, turns and mcp do)"
-NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a kill without limits": ({"kind": "kill", "caller": {"x-user-id": "ann"}}, [NO_LIMITS]),
-    "of all its sessions in one policy": (
-        {"kind": "kill", "caller": {"x-user-id": "ann"}, "policy": "p"},
+LOOKING = agents(session={"keys": ["header:x-run"]}) | {"id": "looking"}
+COUNTING = [limited(session={"keys": ["header:x-session-id"]}, max_steps=3), LOOKING]
+LIMITED = [limited(max_steps=3), policy("q", ANY, **USER)]
+MIXED = [GUARDED, policy("s", ANY, mode="shadow", **USER), agents(limit_keys=["jwt:org"])]
+UNLIMITED = "no policy finds sessions by header:x-run; known keys: header:x-session-id"
+BY_TEAM: dict[str, Any] = {"caller": {"x-team": "t"}}
+BY_USER: dict[str, Any] = {"caller": BY_NAME}
+
+
+def by(key: str) -> dict[str, Any]:
+    """A session by this key."""
+    return {"session": {key: "s"}}
+
+
+NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
+    ([], {"kind": "kill", **BY_USER}, [NO_LIMITS]),
+    (
+        [],
+        {"kind": "kill", **BY_USER, "policy": "p"},
         ["this kill does nothing: policy p has no session limits; name a session, or use block"],
     ),
-    "a kill of a session": ({"kind": "kill", "session": {"header:x-session-id": "s"}}, []),
-    "a kill of a session by a key that no policy has": (
-        {"kind": "kill", "session": {"header:x-run": "s"}},
+    ([], {"kind": "kill", **by("header:x-session-id")}, []),
+    (
+        [],
+        {"kind": "kill", **by("header:x-run")},
         [f"no policy finds sessions by header:x-run; known keys: {', '.join(HEAD_KEYS)}"],
     ),
-    "a grant": (
-        {"kind": "grant", "session": "a" * 16, "steps": 1},
-        ["this grant does nothing: no policy has session limits"],
+    ([], {"kind": "grant", "session": "a" * 16, "steps": 1}, ["this grant does nothing: no policy has session limits"]),
+    (
+        [],
+        {"kind": "allow", "tool": "t"},
+        ["this allow does nothing: no policy looks at tools (tool_calls, turns and mcp do)"],
     ),
-    "a tool that no policy looks at": ({"kind": "allow", "tool": "t"}, [NO_TOOLS]),
-    "no such policy": ({"kind": "kill", "session": "a" * 16, "policy": "gone"}, ["no policy gone is loaded"]),
-    "a caller": ({"kind": "block", "caller": {"x-user-id": "ann"}}, []),
-}
+    ([], {"kind": "kill", "session": "a" * 16, "policy": "gone"}, ["no policy gone is loaded"]),
+    ([], {"kind": "block", **BY_USER}, []),
+    ([NAMELESS], {"kind": "block", "session": "a" * 16}, ["this does nothing: no policy looks for sessions"]),
+    (MIXED, {"kind": "block", **BY_USER}, []),
+    (
+        MIXED,
+        {"kind": "block", "caller": {"user": "ann"}},
+        ["no policy identifies callers by user; known descriptors: org, x-user-id"],
+    ),
+    (MIXED, {"kind": "allow", "tool": "t", "policy": "gone"}, ["no policy gone is loaded"]),
+    (
+        MIXED,
+        {"kind": "block", **BY_USER, "policy": "s"},
+        ["the policies it applies to are in shadow mode, so nothing is refused"],
+    ),
+    (
+        MIXED,
+        {"kind": "release", "tool": "t"},
+        ["a release cannot reset loops that a request itself shows, as in agents (default)"],
+    ),
+    (COUNTING, {"kind": "kill", **by("header:X-Session-Id")}, []),
+    (COUNTING, {"kind": "allow", **by("header:x-run")}, []),
+    (
+        COUNTING,
+        {"kind": "allow", **by("header:x-sesion")},
+        ["no policy finds sessions by header:x-sesion; known keys: header:x-session-id, header:x-run"],
+    ),
+    (COUNTING, {"kind": "grant", **by("header:x-run"), "steps": 1}, [UNLIMITED]),
+    (COUNTING, {"kind": "kill", **by("header:x-run")}, []),
+    (COUNTING, {"kind": "kill", **by("header:x-run"), "policy": "agents"}, [UNLIMITED]),
+    (COUNTING, {"kind": "kill", **by("jwt:run"), "policy": "gone"}, ["no policy gone is loaded"]),
+    (LIMITED, {"kind": "kill", **BY_TEAM}, []),
+    (LIMITED, {"kind": "grant", **BY_TEAM, "steps": 2}, []),
+    (LIMITED, {"kind": "kill", **BY_USER}, ["no policy identifies callers by x-user-id; known descriptors: x-team"]),
+    (LIMITED, {"kind": "block", **BY_USER}, []),
+    (
+        LIMITED,
+        {"kind": "grant", **BY_TEAM, "steps": 1, "tool_calls": 2, "cost": 3},
+        [
+            "granting tool_calls does nothing: no policy has max_tool_calls",
+            "granting cost does nothing: no policy has max_cost_per_session",
+        ],
+    ),
+    (
+        LIMITED,
+        {"kind": "grant", **BY_TEAM, "agents": 1, "concurrent_agents": 1},
+        [
+            "granting agents does nothing: no policy has max_agents",
+            "granting concurrent_agents does nothing: no policy has max_concurrent_agents",
+        ],
+    ),
+    (
+        LIMITED,
+        {"kind": "grant", **BY_TEAM, "tools": {"refund": 1}},
+        ["granting calls of refund does nothing: no policy has max_calls_per_tool for it"],
+    ),
+]
 
 
-@pytest.mark.parametrize(("given", "notes"), NOTHING_DONE.values(), ids=NOTHING_DONE)
-def test_an_order_without_effect_has_a_note(given: dict[str, Any], notes: list[str]) -> None:
-    """Where no policy has what the order is about."""
-    assert [note for note in operate().give(**given)[1] if UNSEEN not in note] == notes
+@pytest.mark.parametrize(("policies", "given", "notes"), NOTES)
+def test_an_order_comes_with_notes_about_what_it_will_not_do(
+    policies: list[dict[str, Any]], given: dict[str, Any], notes: list[str]
+) -> None:
+    """Names that no policy knows, policies without what it is about or in shadow mode, and loops that cannot be forgotten."""
+    said = [note for note in remark(operate(1, *policies), **given) if "as far as this server knows" not in note]
 
-
-def test_an_order_for_a_session_has_a_note_where_no_policy_knows_sessions_by_then() -> None:
-    """Detectors that compare requests alone do not read sessions' names in bodies."""
-    one = operate(1, NAMELESS)
-
-    assert one.give(kind="block", session="a" * 16)[1][0] == "this does nothing: no policy looks for sessions"
-
-
-def test_kills_and_grants_are_measured_by_the_policies_that_have_limits() -> None:
-    """How another policy tells its callers apart, and what no policy limits, helps neither."""
-    one = operate(1, limited(max_steps=3), policy("q", ANY, **USER))
-
-    def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
-        return one.give(**given)[1]
-
-    assert remarks(kind="kill", caller={"x-team": "t"}) == remarks(kind="grant", caller={"x-team": "t"}, steps=2) == []
-    assert remarks(kind="kill", caller={"x-user-id": "ann"}) == [
-        "no policy identifies callers by x-user-id; known descriptors: x-team"
-    ]
-    assert remarks(kind="block", caller={"x-user-id": "ann"}) == []
-    assert remarks(kind="grant", caller={"x-team": "t"}, steps=1, tool_calls=2, cost=3) == [
-        "granting tool_calls does nothing: no policy has max_tool_calls",
-        "granting cost does nothing: no policy has max_cost_per_session",
-    ]
-    assert remarks(kind="grant", caller={"x-team": "t"}, agents=1, concurrent_agents=1) == [
-        "granting agents does nothing: no policy has max_agents",
-        "granting concurrent_agents does nothing: no policy has max_concurrent_agents",
-    ]
-    assert remarks(kind="grant", caller={"x-team": "t"}, tools={"refund": 1}) == [
-        "granting calls of refund does nothing: no policy has max_calls_per_tool for it"
-    ]
+    assert [note[: len(expected)] for note, expected in zip(said, notes, strict=True)] == notes
 
 
 def test_policies_of_routes_have_limits_as_well() -> None:
     """A kill that acts on what came with a route is not said to do nothing."""
-    one = operate(1)
-    text = json.dumps(limited(max_steps=3))
-    assert one.service.compile_handed_over(text) is not None
+    one = operate()
+    assert one.service.compile_handed_over(json.dumps(limited(max_steps=3))) is not None
 
-    assert one.give(kind="kill", caller={"x-team": "t"})[1] == []
+    assert remark(one, kind="kill", **BY_TEAM) == []
 
 
-def test_an_order_for_a_hash_that_no_server_has_reported_has_a_note() -> None:
+UNKNOWN = "as far as this server knows, this does nothing: the {} was not reported in the last hour"
+
+
+@pytest.mark.parametrize(
+    ("target", "unknown"),
+    [
+        ({"caller": "a" * 16, "session": "b" * 16, "fingerprint": "c" * 8}, []),
+        ({**BY_TEAM, **by("header:x-session-id")}, []),
+        ({"caller": "b" * 16}, [f"caller {'b' * 16}"]),
+        ({"session": "a" * 16, "fingerprint": "d" * 8}, [f"session {'a' * 16}", f"fingerprint {'d' * 8}"]),
+    ],
+)
+def test_an_order_for_a_hash_that_no_server_has_reported_has_a_note(target: dict[str, Any], unknown: list[str]) -> None:
     """A caller, a session or a loop by a hash of its own; by their values there is nothing to compare."""
     one = operate(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
     one.givers[0].list_seen = lambda: Seen({"a" * 16: 1}, {"b" * 16}, {"c" * 8})
 
-    def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
-        return [note.partition(". ")[0] for note in one.give(kind="block", **given)[1]]
+    notes = [note.partition(". ")[0] for note in remark(one, kind="block", **target)]
 
-    unknown = "as far as this server knows, this does nothing: the {} was not reported in the last hour"
-    assert remarks(caller="a" * 16, session="b" * 16, fingerprint="c" * 8) == []
-    assert remarks(caller={"x-team": "t"}, session={"header:x-session-id": "s"}) == []
-    assert remarks(caller="b" * 16) == [unknown.format(f"caller {'b' * 16}")]
-    assert remarks(session="a" * 16, fingerprint="d" * 8) == [
-        unknown.format(f"session {'a' * 16}"),
-        unknown.format(f"fingerprint {'d' * 8}"),
-    ]
-
-
-def test_a_reload_keeps_what_is_ordered() -> None:
-    """Overrides are not part of the policies."""
-    one = operate(1)
-    one.give(kind="block", caller={"x-user-id": "ann"})
-    one.service.engine = make_engine(policy("q", ANY, **USER))
-
-    assert send(one.service, 1) == [429]
-    assert one.service.metrics.registry.get_sample_value("loopguard_overrides", {"kind": "block"}) == 1
+    assert notes == [UNKNOWN.format(each) for each in unknown]

@@ -16,16 +16,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from extproc.decision import ToolFailure
 from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Target
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.loop_page import draw_charts
-from extproc.operator.loop_rows import MINUTES, Line
+from extproc.operator.loop_rows import MINUTES
 from extproc.operator.session_table import RunName
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.browser import BROWSER, Browser, browsing
 from tests.support.budget_policies import ask, bucket, limited
-from tests.support.budget_policies import serve as serve_budgets
 from tests.support.documents import policy
 from tests.support.harness import PATIENCE, eventually
 from tests.support.messages import body, headers
@@ -69,15 +67,10 @@ def make_night(name: str = "storm") -> Service:
     )
     for _ in range(7):
         exchange(service, headers("/v1/chat/completions", x_user_id="agent-7"), body(CONVERSATION))
-    _draw_hour(service.reporter.loops.curves)
-    return service
-
-
-def _draw_hour(curves: dict[tuple[str, str, str], Line]) -> None:
-    """An hour as it might have been, before what happened now."""
-    for place, curve in enumerate(curves.values()):
+    for place, curve in enumerate(service.reporter.loops.curves.values()):
         for ago in range(1, MINUTES - 15 * place):
             curve.counts[-1 - ago] = max(0, 40 - ago + (ago * 7) % 11)
+    return service
 
 
 @contextmanager
@@ -99,62 +92,60 @@ def fetch(url: str, **headers: str) -> tuple[dict[str, str], str]:
     return dict(answer.getheaders()), text
 
 
+def find_missing(text: str, *shown: str) -> list[str]:
+    """What a page does not show."""
+    return [part for part in shown if part not in text]
+
+
 def test_the_page_shows_who_loops() -> None:
-    """Callers, tools, routes, what became of requests, money where the model's rate is known, and the curves."""
-    with serving(make_night()) as url:
-        text = re.sub(r"\s+", " ", fetch(url)[1])
-
-    named = ("x-user-id: <b>storm</b>", "search_the_web", "route hooks", "gpt-4o")
-    counts = ("<b>17</b> forwarded", "<b>48</b> not forwarded", "41 not forwarded", "41 refused", "17 warned", "would throttle")
-    for shown in ("2 active loops", *named, *counts, "2 rows behind it"):
-        assert shown in text, shown
-    assert text.count("<svg") == 3
-
-
-def test_the_page_shows_sessions() -> None:
-    """What each has used up and what stops it, with a link to its run; narrowed down as the loops are."""
+    """Callers, tools, routes, what became of requests, money where the model's rate is known, curves and sessions."""
     service = make_night()
     note_session(service, "runner")
     note_session(service, "walker", policy="other", mode="shadow")
-    with serving(service) as url:
-        text, narrowed = (re.sub(r"\s+", " ", fetch(url + query)[1]) for query in ("", "?policy=other&sort=count"))
+    made = Operated(services=[service])
+    text, narrowed = made.read(), made.read(tool="search_the_web", sort="last")
 
-    for shown in (
+    named = ("x-user-id: <b>storm</b>", "search_the_web", "route hooks", "gpt-4o", "2 active loops", "2 rows behind it")
+    counts = ("<b>17</b> forwarded", "<b>48</b> not forwarded", "41 not forwarded", "41 refused", "17 warned", "would throttle")
+    session = (
         "<h2>Sessions</h2>",
+        f'<a href="/sessions/{"5" * 16}">',
         f"<code>{'1' * 16}</code> 1 request,",
-        "x-user-id: <b>runner</b>",
         "1,234",
         "~$2.00",
-        "max_calls_per_tool: runner",
-    ):
-        assert shown in text, shown
-    assert f'<a href="/sessions/{"5" * 16}">' in text
-    assert "walker" in narrowed
-    assert "runner" not in narrowed
+    )
+    limit = ("x-user-id: <b>runner</b>", "max_calls_per_tool: runner")
+    assert find_missing(text, *named, *counts, *session, *limit) == []
+    assert text.count("<svg") == 3
+    form = ("agent-7", 'value="search_the_web"', '<option value="last" selected>')
+    assert find_missing(narrowed, *form, "storm") == ["storm"]
+    assert find_missing(made.read(policy="other", sort="count"), "walker", "runner") == ["runner"]
 
 
 def test_the_page_shows_budgets() -> None:
-    """The tightest first, with the command that gives more; a line if nobody has used any; nothing without budgets."""
-    service, _ = serve_budgets(limited(bucket(0.001, 2, name="<b>rate", keys=["header:x-user-id"])), show_callers=True)
-    with serving(service) as url:
-        unused = re.sub(r"\s+", " ", fetch(url)[1])
-        for _ in range(3):
-            ask(service, x_user_id="runner")
-        text = re.sub(r"\s+", " ", fetch(url)[1])
-    with serving(make_night()) as url:
-        without = fetch(url)[1]
+    """The tightest first, with the command that gives more; a line if no caller has used any; nothing without budgets."""
+    made = Operated(limited(bucket(0.001, 2, name="<b>rate", keys=["header:x-user-id"])), show_callers=True)
+    unused = made.read()
+    for _ in range(3):
+        ask(made.service, x_user_id="runner")
 
     assert "No request of a caller with a budget in the last hour." in unused
-    for shown in (
-        "<h2>Budgets</h2>",
+    shown = (
         "x-user-id: <b>runner</b>",
         "&lt;b&gt;rate",
         "100 %",
         "2 requests in a burst",
-        "--amount 5 --for 1d --admin 127.0.0.1:",
-    ):
-        assert shown in text, shown
-    assert "<h2>Budgets</h2>" not in without
+        "--amount 5 --for 1d --admin localhost",
+    )
+    assert find_missing(made.read(), "<h2>Budgets</h2>", *shown) == []
+
+
+def test_the_page_of_a_quiet_night() -> None:
+    """Without loops the page says that there are none."""
+    text = Operated(policy("p", {"pathPrefix": "/"})).read()
+
+    sections = [f"<h2>{name}</h2>" for name in ("Sessions", "Failing tools", "Budgets")]
+    assert find_missing(text, "No active loops", "No loops in the last hour", *sections) == sections
 
 
 def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
@@ -165,8 +156,7 @@ def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
     block = ActiveOverride("b1", BLOCK, Target(caller=storm.tenant), "", 0, 9e9, "runaway, incident 7", "eve@laptop")
     grant = ActiveOverride("g1", GRANT, Target(session="5" * 16), "", 0, 9e9, "", "")
     elsewhere = ActiveOverride("e1", ALLOW, Target(tool="deploy"), "agents", 0, 9e9, "", "bob")
-    with serving(service, orders=[block, grant, elsewhere]) as url:
-        text = re.sub(r"\s+", " ", fetch(url)[1])
+    text = Operated(services=[service], orders=[block, grant, elsewhere]).read()
 
     for command, times in {
         f"loopguard block --caller {storm.tenant} --fingerprint ": 1,
@@ -181,64 +171,19 @@ def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
     assert re.search("block by eve@laptop until <time>[0-9T:+-]+</time>: runaway, incident 7", text)
     assert "grant until <time>" in text
     section = text.partition("<h2>Orders in force</h2>")[2].partition("<h2>")[0]
-    for shown in ("eve@laptop", "runaway, incident 7", "tool <code>deploy</code>", "bob", storm.tenant):
-        assert shown in section, shown
-
-
-def test_the_page_shows_tools_that_fail_for_many() -> None:
-    """One row for all its sessions, above the loops; what a tool is called is text."""
-    service = make_night()
-    failing = service.reporter.incidents.find("agents", ToolFailure(SCRIPT, "0" * 16), "a" * 16)
-    for number in range(6):
-        failing.note(f"{number:016x}", f"{number:016x}", time.time(), refused=True)
-    with serving(service) as url:
-        text, other = fetch(url)[1], fetch(f"{url}?policy=other")[1]
-
-    assert ", 1 failing tool</h1>" in text
-    section = re.sub(r"\s+", " ", text.partition("<h2>Failing tools</h2>")[2].partition("<h2>Loops</h2>")[0])
-    assert section.count('<tbody class="row"') == 1
-    assert "fails for 6 sessions of 6 callers" in section
-    assert section.count("loopguard block --tool ") == 1
-    assert '<td class="number" data-name="not refused">2</td>' in section
-    assert Outline(text).elements.count("script") == 1
-    assert "Failing tools" not in other
-
-
-def test_the_page_of_a_quiet_night() -> None:
-    """Without loops the page says that there are none."""
-    with serving(make_service(policy("p", {"pathPrefix": "/"}))) as url:
-        text = fetch(url)[1]
-
-    assert "No active loops" in text
-    assert "No loops in the last hour" in text
-    assert "<h2>Sessions</h2>" not in text
-    assert "<h2>Failing tools</h2>" not in text
-
-
-def test_the_page_can_be_narrowed_down() -> None:
-    """The form's fields select, and stay filled in."""
-    with serving(make_night()) as url:
-        text = fetch(f"{url}?tool=search_the_web&sort=last")[1]
-
-    assert "agent-7" in text
-    assert "storm" not in text
-    assert 'value="search_the_web"' in text
-    assert '<option value="last" selected>' in text
+    assert find_missing(section, "eve@laptop", "runaway, incident 7", "tool <code>deploy</code>", "bob", storm.tenant) == []
 
 
 def test_browsers_get_pages_and_programs_json() -> None:
     """About canaries and coverage, at the same path, with the same numbers and what to do next."""
-    with serving(make_night()) as url:
-        pages = {path: re.sub(r"\s+", " ", fetch(url + path, accept="text/html,*/*")[1]) for path in ("canary", "coverage")}
-        (canary,) = json.loads(fetch(f"{url}canary")[1])["canaries"]
-        coverage = json.loads(fetch(f"{url}coverage")[1])
+    made = Operated(services=[make_night()])
+    (canary,), coverage = made.ask("/canary")["canaries"], made.ask("/coverage")
 
     assert canary["requests"]["compared"] == 7
-    for shown in ("agents-canary, canary of agents:", "<b>7</b> requests compared", canary["reasons"][0]):
-        assert shown in pages["canary"], shown
-    assert "<code>loopguard canary status --policy agents-canary --admin 127.0.0.1:" in pages["canary"]
-    assert coverage["line"] in pages["coverage"]
-    assert "the policy files have errors" in pages["coverage"]
+    told = ("agents-canary, canary of agents:", "<b>7</b> requests compared", canary["reasons"][0])
+    command = "<code>loopguard canary status --policy agents-canary --admin localhost"
+    assert find_missing(made.read("/canary"), *told, command) == []
+    assert find_missing(made.read("/coverage"), coverage["line"], "the policy files have errors") == []
 
 
 def test_scripts_in_names_are_text() -> None:

@@ -15,7 +15,7 @@ from extproc.operator.admin.session_report import describe_session, report_sessi
 from extproc.operator.agents import MAX_SHOWN
 from extproc.operator.board import View, unpack_all
 from extproc.operator.session_rows import SessionDocument, SessionRow, merge_sessions
-from extproc.operator.session_table import SessionTable
+from extproc.operator.session_table import RunName, SessionTable
 from extproc.store.rules.session import LIMITS, Standing
 from extproc.store.rules.tree import TreeStanding
 from tests.support.operated import operate
@@ -26,21 +26,13 @@ TENANT, SESSION = "a" * 16, "5" * 16
 NOW = 1_000.0
 
 
-def note(table: SessionTable, now: float, agent: str = "", limit: str = "", **changes: Any) -> None:  # noqa: ANN401  # of a request
+def note(table: SessionTable, now: float, agent: str = "", limit: str = "", **changes: Any) -> None:  # noqa: ANN401  # of a name
     """One request of an agent of the session, which a limit may refuse."""
-    standing = changes.pop("standing", None) or Standing(
-        LIMITS.index(limit) if limit else 0,
-        9,
-        8,
-        steps=4,
-        blocks=int(bool(limit)),
-        age_ms=round(now % 1_000) * 1_000,
-        tree=TreeStanding(8, 1),
-    )
-    name = {"tenant": TENANT, "policy": "p", "mode": "enforce", "session": SESSION, **changes}
-    table.note(
-        (name["tenant"], name["policy"], name["mode"], name["session"]), [], standing, "m", (), agent.encode(), now, agent=agent
-    )
+    known: dict[str, Any] = {"steps": 4, "blocks": int(bool(limit)), "killed": int(limit == "killed")}
+    place = LIMITS.index(limit) if limit else 0
+    standing = Standing(place, 9, 8, age_ms=round(now % 1_000) * 1_000, tree=TreeStanding(8, 1), **known)
+    name = RunName(**{"tenant": TENANT, "policy": "p", "mode": "enforce", "session": SESSION, **changes})
+    table.note(name, [], standing, "m", (), agent.encode(), now, agent=agent)
 
 
 def merge(*tables: SessionTable) -> list[SessionRow]:
@@ -49,59 +41,34 @@ def merge(*tables: SessionTable) -> list[SessionRow]:
     return merge_sessions((row for document in unpack_all(packed, SessionDocument).values() for row in document.rows), 0)
 
 
-def explain(table: SessionTable, now: float) -> str | None:
-    """Why the only session ended."""
-    (row,) = merge(table)
-    return explain_end(row, now)
+AGENT_LIMITS = ("max_agents", "max_concurrent_agents", "max_spawns_per_minute", "max_depth")
+RUNS: dict[str, tuple[list[tuple[float, str, str]], dict[int, str | None]]] = {
+    **{
+        f"an agent refused by {limit} ends none with active ones": (
+            [(0, "one", ""), (30, "two", limit)],
+            {31: None, 59: None, 61: "refused"},
+        )
+        for limit in AGENT_LIMITS
+    },
+    "nor does one without steps": ([(0, "one", ""), (30, "two", "max_steps")], {31: None, 59: None, 61: "steps"}),
+    "the only agent does": ([(0, "one", ""), (1, "one", "max_tool_calls")], {2: "refused"}),
+    "the session itself goes on": ([(0, "", ""), (1, "one", "max_agents")], {2: None, 61: "refused"}),
+    "a kill ends them all": ([(0, "one", ""), (1, "two", "killed")], {2: "killed"}),
+}
+"""Requests as seconds, agent and limit, and after how many seconds the session has ended, why."""
 
 
-@pytest.mark.parametrize("limit", ["max_agents", "max_concurrent_agents", "max_spawns_per_minute", "max_depth", "max_steps"])
-def test_refused_agents_end_no_session_with_active_ones(limit: str) -> None:
-    """Until the last of them has been quiet for a minute."""
-    table = SessionTable()
-    note(table, NOW, "one")
-    note(table, NOW + 30, "two", limit)
+@pytest.mark.parametrize(("requests", "ends"), RUNS.values(), ids=RUNS)
+def test_session_goes_on_while_any_agent_does(requests: list[tuple[float, str, str]], ends: dict[int, str | None]) -> None:
+    """For a minute after its last request; what was refused runs no longer, and what has no name is the session itself."""
+    table, shadow = SessionTable(), SessionTable()
+    for seconds, agent, limit in requests:
+        note(table, NOW + seconds, agent, limit)
+        note(shadow, NOW + seconds, agent, limit, mode="shadow")
+    (row,), (watched,) = merge(table), merge(shadow)
 
-    assert [explain(table, NOW + seconds) for seconds in (31, 59, 61)] == [
-        None, None, "steps" if limit == "max_steps" else "refused",
-    ]  # fmt: skip
-
-
-def test_only_agent_that_is_refused_ends_the_session() -> None:
-    """Its earlier requests keep nothing running."""
-    table = SessionTable()
-    note(table, NOW, "one")
-    note(table, NOW + 1, "one", "max_tool_calls")
-
-    assert explain(table, NOW + 2) == "refused"
-
-
-def test_session_itself_goes_on_when_its_agent_is_refused() -> None:
-    """What has no agent's name is the session itself, which no limit of agents refuses."""
-    table = SessionTable()
-    note(table, NOW)
-    note(table, NOW + 1, "one", "max_agents")
-
-    assert (explain(table, NOW + 2), explain(table, NOW + 61)) == (None, "refused")
-
-
-def test_shadow_refusals_end_no_session() -> None:
-    """They refuse nothing, and the session goes on for as long as it sends requests."""
-    table = SessionTable()
-    note(table, NOW, mode="shadow")
-    note(table, NOW + 1, "", "max_steps", mode="shadow")
-    note(table, NOW + 1, mode="shadow", standing=Standing(1, steps=4, killed=1))
-
-    assert explain(table, NOW + 2) is None
-
-
-def test_kill_ends_a_session_with_active_agents() -> None:
-    """Each of them is refused from then on."""
-    table = SessionTable()
-    note(table, NOW, "one")
-    note(table, NOW + 1, "two", standing=Standing(1, steps=4, killed=1))
-
-    assert explain(table, NOW + 2) == "killed"
+    assert {seconds: explain_end(row, NOW + seconds) for seconds in ends} == ends
+    assert explain_end(watched, NOW + 2) is None  # shadow policies refuse nothing
 
 
 def test_refused_agents_never_push_out_active_ones() -> None:
@@ -134,7 +101,7 @@ def test_sessions_begun_by_an_agent_keep_it_running() -> None:
     """An agent may be known by its first words alone: it is a session of its own, and may have begun others."""
     table, now = SessionTable(), time.time()
     for session in ("1", "2", "3"):
-        note(table, now - 30, session=session * 16, standing=Standing(steps=1))
+        note(table, now - 30, session=session * 16)
     for session in ("1", "2"):
         note(table, now - 20, "", "max_steps", session=session * 16)
         table.link((TENANT, "p", "enforce", session * 16), [str(int(session) + 1) * 16])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
@@ -17,17 +16,15 @@ import pytest
 from extproc.cli.main import main
 from extproc.engine.orders import GRANT, ActiveOverride, Grant, Target
 from extproc.errors import LoopguardError
-from extproc.metrics import Metrics
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.run_report import describe_steps, explain_end, order_timeline
 from extproc.operator.admin.session_report import describe_session, report_sessions
-from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.board import View, unpack_all
 from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
-from extproc.operator.session_table import Run, RunName, SessionTable
-from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
+from extproc.operator.session_table import RunName, SessionTable
+from extproc.operator.table import MAX_ROWS
 from extproc.sessions.rates import Usage
-from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import MAX_DOCUMENT
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.operated import operate
@@ -45,27 +42,24 @@ def name_call(number: int) -> bytes:
     return number.to_bytes(8, "little")
 
 
-def name_run(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with those that tell a session from others put together as its name."""
-    return {"name": RunName(*(fields.pop(field) for field in RunName._fields)), **fields}
+def name_run(changes: dict[str, Any]) -> RunName:
+    """The name of a session; what `changes` says of it is taken out of there."""
+    known = {"tenant": TENANT, "policy": "p", "mode": "enforce", "session": SESSION}
+    return RunName(**{field: changes.pop(field, value) for field, value in known.items()})
 
 
 def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
     """One request of a session."""
-    fields: dict[str, Any] = {
-        "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "caller": [("x-team", "red")],
-        "model": "gpt-4o", "tools": ("search",),
-    }  # fmt: skip
-    table.note(**name_run(fields | changes), standing=standing, call=name_call(call), now=now)
+    name = name_run(changes)
+    fields: dict[str, Any] = {"caller": [("x-team", "red")], "model": "gpt-4o", "tools": ("search",)}
+    table.note(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
 
 
 def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
     """What became of one."""
-    fields: dict[str, Any] = {
-        "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "model": "gpt-4o",
-        "status": 200, "usage": USAGE,
-    }  # fmt: skip
-    table.settle(**name_run(fields | changes), standing=standing, call=name_call(call), now=now)
+    name = name_run(changes)
+    fields: dict[str, Any] = {"model": "gpt-4o", "status": 200, "usage": USAGE}
+    table.settle(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
 
 
 def list_rows(*tables: SessionTable, since: float = 0) -> list[SessionRow]:
@@ -79,12 +73,6 @@ def report(*rows: SessionRow, shown: bool = True, **selection: Any) -> dict[str,
     """The JSON about these sessions."""
     view = View(SessionDocument(list(rows)), "a", ["a"], "")
     return report_sessions(view, Selection(**selection), shows_callers=shown, now=2_000.0)
-
-
-def get_run(table: SessionTable) -> Run:
-    """The only session."""
-    (run,) = table.copy()
-    return run
 
 
 # What is known of a run
@@ -103,7 +91,7 @@ def test_a_session_is_one_entry_with_what_it_has_used_up() -> None:
     assert (session["actual_cost"], session["estimated_cost"], session["reserved_cost"]) == (3, 1, 0)
     assert (session["started"], session["last_seen"]) == ("1970-01-01T00:16:40Z", "1970-01-01T00:16:45Z")
     assert (session["killed"], session["refused"], session["descriptors"]) == (None, None, {"x-team": "red"})
-    assert [(call.status, call.tokens, call.settled) for call in get_run(table).calls] == [
+    assert [(call.status, call.tokens, call.settled) for call in table.copy()[0].calls] == [
         (503, USAGE, True),
         (0, None, False),
     ]
@@ -120,7 +108,7 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
 
     (session,) = report(*list_rows(table))["sessions"]
 
-    assert [call.name for call in get_run(table).calls] == [name_call(1)]
+    assert [call.name for call in table.copy()[0].calls] == [name_call(1)]
     assert session["total_block_count"] == 99
     assert session["tool_call_counts"] == {"search": 5}
     assert session["refused"] == {
@@ -129,31 +117,19 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
 
 
 def test_a_request_that_waits_for_others_meets_no_limit() -> None:
-    """It is among the events of the run, which goes on."""
-    table = SessionTable()
+    """It is among the events of the run, which goes on; limits of money are told in dollars, to the nano-dollar."""
+    table, cost = SessionTable(), LIMITS.index("max_cost_per_session")
     note(table, Standing(steps=1), 1)
-    note(table, Standing(LIMITS.index("max_cost_per_session"), 10, 10, steps=1, cost=9, reserved=1))
-
+    note(table, Standing(cost, 10, 10, steps=1, cost=9, reserved=1))
     (row,) = list_rows(table)
+    assert (row.refusal, explain_end(row, 1_000), [event.limit for event in row.events]) == (None, None, [LIMITS[cost]])
 
-    assert (row.refusal, explain_end(row, 1_000), [event.limit for event in row.events]) == (
-        None,
-        None,
-        ["max_cost_per_session"],
-    )
-
-
-def test_money_is_told_in_dollars() -> None:
-    """A limit of dollars is told in dollars, to the nano-dollar."""
-    table = SessionTable()
-    note(table, Standing(LIMITS.index("max_cost_per_session"), 10 * DOLLAR + 1, 10 * DOLLAR, blocks=1, cost=10 * DOLLAR + 1))
-
+    note(table, Standing(cost, 10 * DOLLAR + 1, 10 * DOLLAR, blocks=1, cost=10 * DOLLAR + 1))
     (session,) = report(*list_rows(table))["sessions"]
-
-    assert (session["actual_cost"], session["refused"]["used"], session["refused"]["allowed"]) == (
-        10.000000001,
+    assert (session["refused"]["used"], session["refused"]["allowed"], session["actual_cost"]) == (
         10.000000001,
         10,
+        10.000000001,
     )
 
 
@@ -205,43 +181,25 @@ def test_a_session_that_begins_anew_shows_no_calls_of_before() -> None:
     assert row.refusal is None
 
 
-def test_policies_modes_and_tenants_have_sessions_of_their_own() -> None:
-    """A session belongs to its tenant, and a shadow policy's counts are not mixed with those of an enforcing one."""
-    table = SessionTable()
-    different: list[dict[str, Any]] = [{}, {"policy": "q"}, {"mode": "shadow"}, {"tenant": OTHER}, {"session": "6" * 16}]
-    for changes in different:
-        note(table, Standing(steps=1), **changes)
-
-    assert len(table.copy()) == 5
-
-
 # Bounds
 
 
-def test_one_tenants_sessions_do_not_push_out_anothers() -> None:
-    """A tenant that changes its session each time has a tenth of the table; the one that has been quiet longest goes first."""
-    table = SessionTable()
-    note(table, Standing(steps=1), tenant=OTHER)
-    for number in range(MAX_TENANT_ROWS + 50):
-        note(table, Standing(steps=1), session=f"{number:016x}")
-
-    assert [run.name.session for run in table.copy() if run.name.tenant == TENANT] == [
-        f"{number:016x}" for number in range(50, MAX_TENANT_ROWS + 50)
-    ]
-    assert len(table.copy()) == MAX_TENANT_ROWS + 1
-
-
-def test_the_table_is_bounded() -> None:
-    """However many tenants there are, and however many calls a session makes."""
+def test_what_is_kept_of_sessions_is_bounded() -> None:
+    """However many callers, calls and refusals there are; steps that are left out are counted."""
     table = SessionTable()
     for number in range(MAX_ROWS + 10):
         note(table, Standing(steps=1), tenant=f"{number:016x}")
-    for number in range(MAX_CALLS + 10):
-        note(table, Standing(steps=number), number, tenant="last")
+    for number in range(1, 201):
+        note(table, Standing(steps=number, age_ms=number * 1_000), number, now=1_000.0 + number)
+        note(table, Standing(2 + number % 2, number, number, steps=number, age_ms=number * 1_000), now=1_000.0 + number)
         settle(table, Standing(steps=number), 1_000 + number, tenant="settled")
+    (settled,) = [run for run in table.copy() if run.name.tenant == "settled"]
+    (row,) = [row for row in list_rows(table) if row.tenant == TENANT]
 
-    assert len(table.copy()) == MAX_ROWS
-    assert [len(run.calls) for run in table.copy()[-2:]] == [MAX_CALLS, MAX_CALLS]
+    shown = describe_steps(row)
+
+    assert (len(table.copy()), len(settled.calls)) == (MAX_ROWS, MAX_CALLS)
+    assert (shown["earlier_steps"], len(shown["steps"]), len(shown["events"])) == (200 - MAX_CALLS, MAX_CALLS, 32)
 
 
 def test_what_is_kept_of_a_client_is_short() -> None:
@@ -257,23 +215,11 @@ def test_what_is_kept_of_a_client_is_short() -> None:
     assert row.calls[0].model.startswith("\\udcffx")
 
 
-def test_quiet_sessions_are_forgotten() -> None:
-    """What had its last request before a moment goes."""
-    table = SessionTable()
-    note(table, Standing(steps=1), now=1_000)
-    note(table, Standing(steps=1), now=2_000, tenant=OTHER)
-
-    table.drop_quiet(1_500)
-
-    assert [run.name.tenant for run in table.copy()] == [OTHER]
-    assert [row.tenant for row in list_rows(table, since=2_001)] == []
-
-
 # Replicas
 
 
 def test_replicas_tables_are_merged() -> None:
-    """Counts are those of the last replica to hear of the session; calls are merged, even if only the answer came there."""
+    """Counts and refusals are the newest; calls are merged, even if only the answer came there; old sessions are left out."""
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
     note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tools=())
@@ -287,49 +233,12 @@ def test_replicas_tables_are_merged() -> None:
             (1_000, "gpt-4o", ["search"], 200, (100, 20, 30, 40), True),
             (1_001, "o3", [], 0, None, True),
         ]
-
-
-def test_what_stops_a_session_is_known_everywhere() -> None:
-    """The newest refusal counts; whether an operator has killed it is known from the replica with its newest request."""
-    here, there = SessionTable(), SessionTable()
-    note(here, Standing(steps=1), 1, now=1_000)
-    note(there, Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=1), now=1_001)
-    note(here, Standing(1), now=1_002)
-
+    note(there, Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=1), now=1_004)
+    note(here, Standing(1), now=1_005)
     for tables in ((here, there), (there, here)):
         (session,) = report(*list_rows(*tables))["sessions"]
         assert (session["killed"], session["refused"]["limit"], session["total_block_count"]) == ("operator", "killed", 1)
-
-
-def test_a_replica_tells_what_another_has_published() -> None:
-    """A session that only another replica has seen is shown, with whose tables these are."""
-    table, store = SessionTable(), MemoryStore(Metrics())
-    here = Board("sessions", SessionDocument, SessionTable(), store, lambda: False, "here")
-    there = Board("sessions", SessionDocument, table, store, lambda: False, "there")
-    note(table, Standing(steps=3), now=time.time())
-
-    async def look() -> View[SessionDocument]:
-        sharing = asyncio.create_task(here.share())
-        await there.publish()
-        view = await asyncio.to_thread(here.view)
-        sharing.cancel()
-        return view
-
-    view = asyncio.run(look())
-
-    assert [(row.steps, row.caller) for row in view.document.rows] == [(3, [])]
-    assert (view.replica, view.replicas, view.problem, view.document.left_out) == ("here", ["here", "there"], "", 0)
-
-
-def test_callers_leave_the_process_only_where_they_may_be_shown() -> None:
-    """What is published has hashes alone, unless callers are shown."""
-    table = SessionTable()
-    note(table, Standing(steps=1), caller=[("x-team", "secret")])
-
-    hidden, shown = (table.make_document(shows_callers=shows) for shows in (False, True))
-
-    assert "secret" not in str(hidden)
-    assert "secret" in str(shown)
+    assert list_rows(here, there, since=1_006) == []
 
 
 def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
@@ -411,10 +320,11 @@ def make_table(session: str = SESSION) -> SessionTable:
 
 
 def test_a_run_is_told_step_by_step() -> None:
-    """`/sessions/<id>` has each call with time, model, tools, tokens and status; an unknown session is 404."""
-    with admin_of(make_table()) as client:
-        (listed,) = client.ask("/sessions")["sessions"]
+    """With model, tools, tokens and status; callers' values are hidden from pages of other sites; an unknown session is 404."""
+    with admin_of(make_table(), shows=True) as client:
+        (listed,) = client.ask("/sessions", params={"tool": "other", "price": "x"})["sessions"]  # which are about loops
         (run,) = client.ask(f"/sessions/{SESSION}")["sessions"]
+        hidden = [client.ask(path, headers={"host": "evil.example"}) for path in ("/sessions", f"/sessions/{SESSION}")]
         with pytest.raises(LoopguardError, match="answered 404: no session 6666 is known here"):
             client.ask("/sessions/6666")
 
@@ -425,6 +335,7 @@ def test_a_run_is_told_step_by_step() -> None:
         ("gpt-4o", ["search"], None, None, False),
     ]
     assert run["steps"][0].items() >= {"output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40}.items()
+    assert (run["descriptors"], [page["sessions"][0]["descriptors"] for page in hidden]) == ({"x-team": "red"}, [None, None])
     assert {**listed, **{key: run[key] for key in ("steps", "earlier_steps", "events")}} == run
 
 
@@ -466,8 +377,8 @@ def make_run() -> tuple[SessionTable, SessionTable]:
         note(here, Standing(4, 8, 5, steps=2, blocks=blocks, model_ms=6_000, cost=8, age_ms=11_000), now=1_011)
     note(here, Standing(steps=3, model_ms=6_000, tokens=USAGE, cost=8, failures=1, blocks=2, age_ms=20_000), 4, now=1_020)
     for table, now in ((here, 1_020.0), (there, 1_020.5)):
-        get_run(table).grant([grant], now)
-    get_run(here).limits = [("max_cost_per_session", "", 5 * DOLLAR), ("max_calls_per_tool", "pay", 0)]
+        table.copy()[0].grant([grant], now)
+    here.copy()[0].limits = [("max_cost_per_session", "", 5 * DOLLAR), ("max_calls_per_tool", "pay", 0)]
     return here, there
 
 
@@ -539,19 +450,6 @@ def test_a_run_that_is_stopped_says_by_what() -> None:
     assert found == ["steps", "refused", "killed", "killed", None, "unknown", "refused"]
 
 
-def test_a_long_run_is_bounded() -> None:
-    """The newest 64 calls and 32 refusals are kept, and the others are counted."""
-    table = SessionTable()
-    for number in range(1, 201):
-        note(table, Standing(steps=number, age_ms=number * 1_000), number, now=1_000.0 + number)
-        note(table, Standing(2 + number % 2, number, number, steps=number, age_ms=number * 1_000), now=1_000.0 + number)
-    (row,) = list_rows(table)
-
-    report = describe_steps(row)
-
-    assert (report["earlier_steps"], len(report["steps"]), len(report["events"])) == (136, 64, 32)
-
-
 def test_a_timeline_has_steps_and_refusals_in_order() -> None:
     """Whichever replica has seen them; a step says what was done to it, if it was not let through as it was."""
     one, other = SessionTable(), SessionTable()
@@ -593,27 +491,6 @@ def test_a_browser_gets_a_page() -> None:
     assert "x-team: <b>red</b>" in page.text
 
 
-def test_what_a_query_says_of_loops_means_nothing_for_sessions() -> None:
-    """The page sends one query for both tables; a session is not told apart by a tool, and has no rate."""
-    with admin_of(make_table()) as client:
-        (session,) = client.ask("/sessions", params={"tool": "other", "price": "x"})["sessions"]
-
-    assert session["session"] == SESSION
-
-
-def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
-    """A browser that came here under another host name sees only hashes, in the list and in a run."""
-    with admin_of(make_table(), shows=True) as client:
-        for path in ("/sessions", f"/sessions/{SESSION}"):
-            near, far = (client.ask(path, headers=more)["sessions"][0] for more in ({}, {"host": "evil.example"}))
-            assert (near["descriptors"], far["descriptors"]) == ({"x-team": "red"}, None)
-
-
-def run_sessions(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `loopguard sessions` prints."""
-    return run_main(capsys, "sessions", *arguments)
-
-
 def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a command prints."""
     assert main(list(arguments)) == 0
@@ -623,9 +500,9 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each session, and for each step of one that is named; what clients choose is no command to a terminal."""
     with admin_of(make_table(), shows=True) as client:
-        listed = run_sessions(capsys, "--admin", client.url)
-        run = run_sessions(capsys, SESSION, "--admin", client.url)
-        none = run_sessions(capsys, "--policy", "q", "--admin", client.url)
+        listed = run_main(capsys, "sessions", "--admin", client.url)
+        run = run_main(capsys, "sessions", SESSION, "--admin", client.url)
+        none = run_main(capsys, "sessions", "--policy", "q", "--admin", client.url)
 
     assert listed.startswith(f"{SESSION}  x-team=red  p  3 steps, 3 tool calls, $2.00, 1 refused  since ")
     assert listed.endswith("refused: max_steps, 3 of 3\n")
@@ -662,31 +539,16 @@ def test_top_shows_trees(capsys: pytest.CaptureFixture[str]) -> None:
     assert [agent["level"] for agent in session["agents"]["tree"]] == [1, 2, 1]
 
 
-def test_the_command_says_that_there_is_no_session(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing was left out by a filter."""
-    with admin_of(SessionTable()) as client:
-        assert run_sessions(capsys, "--policy", "q", "--admin", client.url) == "no session in the last hour\n"
-
-
-def test_the_command_finds_a_caller_as_it_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """By its name and value, or by the value alone; if no session has that caller, it says so."""
-    with admin_of(make_table(), shows=True) as client, admin_of(make_table("6" * 16)) as other:
-        asked = ["--admin", client.url]
-        listed = run_sessions(capsys, *asked)
-        assert (
-            run_sessions(capsys, *asked, "--caller", "x-team=red") == run_sessions(capsys, *asked, "--caller", "red") == listed
-        )
-        assert run_sessions(capsys, *asked, "--caller", "x-team=blue") == "none of 1 session matches\n"
-        both = run_sessions(capsys, *asked, "--admin", other.url, "--caller", "x-team=blue")
-
-    assert both == "none of 2 sessions matches\n"
-
-
 def test_the_command_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Servers that do not know of each other are added up; one that is named twice counts once."""
-    with admin_of(make_table()) as one, admin_of(make_table("6" * 16)) as other:
-        printed = run_sessions(capsys, "--json", *(part for url in (one.url, other.url, one.url) for part in ("--admin", url)))
+    """Once each; a caller is found by name and value, or by the value alone; a table that is empty says why."""
+    with admin_of(make_table(), shows=True) as one, admin_of(make_table("6" * 16)) as two, admin_of(SessionTable()) as none:
+        first, both = ["--admin", one.url], [flag for each in (one, two, one) for flag in ("--admin", each.url)]
+        listed = run_main(capsys, "sessions", *first)
+        for caller in ("x-team=red", "red"):
+            assert run_main(capsys, "sessions", *first, "--caller", caller) == listed
+        assert run_main(capsys, "sessions", *both, "--caller", "x-team=blue") == "none of 2 sessions matches\n"
+        assert run_main(capsys, "sessions", "--policy", "q", "--admin", none.url) == "no session in the last hour\n"
+        joined = json.loads(run_main(capsys, "sessions", "--json", *both))
 
-    joined = json.loads(printed)
     assert {session["session"] for session in joined["sessions"]} == {SESSION, "6" * 16}
     assert (joined["total"]["actual_cost"], len(joined["replicas"])) == (4, 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,33 +13,33 @@ from extproc.operator.table import Table
 MOST, SHARE = 8, 3
 
 
+@dataclass
 class Seen:
     """A row."""
 
-    def __init__(self, last: float = 0.0) -> None:
-        self.last = last
+    last: float = 0.0
+    key: tuple[str, ...] = ()
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
 def test_the_longest_quiet_entry_makes_room(uses: list[tuple[str, int]]) -> None:
     """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
     table: Table[Seen, None] = Table(MOST, SHARE)
-    order: list[tuple[str, str]] = []  # the quietest first
+    order: list[tuple[str, ...]] = []  # the quietest first
     for tenant, number in uses:
         key = (tenant, str(number))
         if key in order:
             order.remove(key)
         order.append(key)
         if table.use(key) is None:
-            table.put(key, Seen())
+            table.put(key, Seen(key=key))
         own = [each for each in order if each[0] == tenant]
         if len(own) > SHARE:
             order.remove(own[0])
         elif len(order) > MOST:
             del order[0]
 
-        assert [key for key, _ in table._rows.items()] == order
-        assert table._tenants.keys() == {tenant for tenant, _ in order}
+        assert [row.key for row in table.copy()] == order
 
 
 def test_rows_are_forgotten_whose_last_request_is_old() -> None:
@@ -52,3 +55,15 @@ def test_rows_are_forgotten_whose_last_request_is_old() -> None:
         table.put(("a", f"new {number}"), Seen(100))
 
     assert [row.last for row in table.copy()] == [30, 40, 50, 60, 70, 100, 100, 100]
+
+
+def test_tenants_without_rows_take_no_memory() -> None:
+    """However many have come and gone."""
+    table: Table[Seen, None] = Table(MOST, SHARE)
+    tracemalloc.start()
+    for number in range(5_000):
+        table.put((f"{number:016x}", ""), Seen())
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert used < 100_000
