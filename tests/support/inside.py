@@ -32,7 +32,7 @@ IMPORTED = {
         dashboards grant init ordering serve sessions top
     """,
     "cli/envoy_check": """
-        checks config document inspect needs paths show
+        config document inspect needs paths
     """,
     "cli/envoy_check/checks": """
         callers
@@ -93,6 +93,7 @@ IMPORTED = {
         acceptor fast grpc grpcio headers health http2 tls
     """,
 }
+"""Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
 
 READERS = {
