@@ -95,6 +95,8 @@ IMPORTED = {
 }
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
+"""Modules of the package that tests may import, by folder."""
+"""Modules of the package that tests may import, by folder."""
 
 READERS = {
     "tests/bench/engine.py": 2,
@@ -146,8 +148,6 @@ READERS = {
     "tests/unit/store/test_memory.py": 5,
     "tests/unit/store/test_session_calls.py": 2,
     "tests/unit/store/test_urls.py": 1,
-    "tests/unit/test_bounded.py": 4,
-    "tests/unit/test_reload.py": 4,
     "tests/unit/transport/test_headers.py": 2,
     "tests/unit/transport/test_http2_bounds.py": 8,
 }
