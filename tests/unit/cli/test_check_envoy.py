@@ -766,13 +766,14 @@ def test_an_unreadable_file_is_told_in_one_line(
         (["--probe", "example.com/a"], "--probe must be http(s)://HOST[:PORT][/PATH], not 'example.com/a'"),
         (["--probe", "http://a b/"], "--probe must be"),
         (["--probe", "http://a/", "-H", "x"], "--header must be 'NAME: VALUE', not 'x'"),
+        (["--probe", "http://a/", "--loopguard", "http://127.0.0.1:1"], "set --loopguard to a running server"),
     ],
 )
 def test_a_bad_command_line_is_told(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 and one line."""
+    """In one line, before any request is sent."""
     run = Run(capsys, "check-envoy", *flags)
 
-    assert (run.code, run.out) == (2, "")
+    assert (run.code, run.out) == (1 if "--loopguard" in flags else 2, "")
     assert told in run.complaint
 
 
