@@ -73,6 +73,7 @@ HOSTILE = [
     "\u2028",
     "\udcff",
     "\x00",
+    "\x1b]0;owned\x07\x9b2J\x7f\r\u202e",
 ]
 
 
