@@ -23,18 +23,11 @@ from extproc.server import Server
 from extproc.settings import Settings
 from tests.support.budget_policies import REJECT, limited, rule
 from tests.support.bundles import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries, spec
-from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, written
+from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, fits, written
 from tests.support.documents import bundle, policy
 from tests.support.extent import deepen
 
 pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.compiled]  # what explains is compiled
-
-
-def fits(shown: str | None, wanted: str | None) -> bool:
-    """Whether a text is the wanted one, in which `…` stands for any text; None is no text."""
-    if shown is None or wanted is None:
-        return shown is wanted
-    return re.fullmatch(".*".join(map(re.escape, wanted.split("…"))), shown, re.DOTALL) is not None
 
 
 # validate
