@@ -102,6 +102,7 @@ IMPORTED = {
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
+"""Modules of the package that tests may import, by folder."""
 
 READERS = {
     "tests/bench/engine.py": 2,
