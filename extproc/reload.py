@@ -62,13 +62,17 @@ AT_ONCE = 2**18
 _SPARE_PARTS = 1_000
 """Parts that no policy has any more, kept to be shared with later ones."""
 
-_READ_SECONDS = 10.0
+READ_SECONDS = 10.0
 """Time for a file system to answer, in seconds; a network file system that is gone may never do so."""
 
 _NAMES_SHOWN = 10
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 class RefusedReload(NamedTuple):
@@ -99,9 +103,10 @@ class Reloader:
     _shadowed: list[bool]
     _overridden: list[bool]
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, clock: Callable[[], datetime] = _now) -> None:
         """Load for the first time: the preset in shadow mode if no policy is given. Raises BundleErrors if that fails."""
         self._settings = settings
+        self._clock = clock
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
         self._rules = FileRules(read_namespaces(settings.namespace_of, self._paths), settings.allow_unenforced)
         self._metrics = metrics
@@ -120,7 +125,7 @@ class Reloader:
         metrics.list_refused_files = lambda: [file for file in self.refusals if file]
         files, unreadable = read_what_can_be(self._paths)
         self._seen = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-        loaded = _load(files, settings, _now(), unreadable, self._rules)
+        loaded = _load(files, settings, self._clock(), unreadable, self._rules)
         self._apply(loaded)
         self._skip(loaded.refused, unreadable)
         self._unread = find_unread(self._paths)
@@ -130,7 +135,7 @@ class Reloader:
     def _skip(self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]) -> None:
         """Report what is left out at startup."""
         for file, errors in [*refused.items(), *((error.file, [error]) for error in unreadable)]:
-            made = RefusedReload(_now(), excerpt(errors), len(errors), self._seen.get(file, ""))
+            made = RefusedReload(self._clock(), excerpt(errors), len(errors), self._seen.get(file, ""))
             (self._refused if file in self._seen else self._unreadable)[file] = made
             for error in errors:
                 _LOG.error(str(error))
@@ -188,7 +193,7 @@ class Reloader:
         """Judge changes one after another, the smallest first, and put each into force."""
         while self._waiting:
             change = min(self._waiting, key=_measure)
-            parts, now = self._share_parts(), _now()
+            parts, now = self._share_parts(), self._clock()
             try:
                 judged = await _run_aside(lambda: _judge_ahead(change, now, self._rules, parts, shadow=self._shadows))  # noqa: B023
             except Exception as error:  # noqa: BLE001  # as in `reload`
@@ -246,7 +251,7 @@ class Reloader:
 
     async def _follow_clock(self, swap: Callable[[Engine], None]) -> None:
         """Report policies that expire while they are in force."""
-        now = _now()
+        now = self._clock()
         self._report_expiry(now)
         if _find_overridden(self.sources, now) != self._overridden:
             self._overridden = _find_overridden(self.sources, now)
@@ -340,7 +345,7 @@ class Reloader:
 
     def _choose(self, files: Mapping[str, Found], *, force: bool) -> _Loaded:
         """Choose and compile; without an engine if nothing changes. Runs in a worker thread."""
-        now = _now()
+        now = self._clock()
         compiled = self._list_compiled(now) if not force else set()
         known = {file: verdict for file, verdict in self._verdicts.items() if self._can_use(verdict, file, now)}
         with _Uncollected():
@@ -422,7 +427,7 @@ class Reloader:
     async def _refuse(self, problems: Sequence[object], file: str = "") -> RefusedReload:
         """Count and log a refused file, or without one a failed reload."""
         self._metrics.policy_reloads.labels("error").inc()
-        made = RefusedReload(_now(), excerpt(problems), len(problems))
+        made = RefusedReload(self._clock(), excerpt(problems), len(problems))
         await _log_all(logging.ERROR, problems)
         told = make_extra(errors=len(problems), **({"file": file} if file else {}))
         if not file or self.keeps(file):
@@ -464,10 +469,6 @@ async def _log_all(level: int, problems: Sequence[object]) -> None:
             await asyncio.sleep(0)
 
 
-def _now() -> datetime:
-    return datetime.now(UTC)
-
-
 class _FileSystem:
     """Queries the file system in threads of its own, with a time limit.
 
@@ -486,7 +487,7 @@ class _FileSystem:
         asked = (question, *[arg for arg in args if isinstance(arg, str)])
         answer, seconds = self._asked.get(asked), 0.0
         if answer is None or answer.done():
-            answer, seconds = Future(), _READ_SECONDS
+            answer, seconds = Future(), READ_SECONDS
             self._asked[asked] = answer
             work = partial(_settle, answer, partial(question, *args, **kwargs))
             threading.Thread(target=work, name="policy files", daemon=True).start()
@@ -494,7 +495,7 @@ class _FileSystem:
             async with asyncio.timeout(seconds):
                 found: T = await asyncio.shield(asyncio.wrap_future(answer))
         except TimeoutError:
-            raise TimeoutError(f"could not be read within {_READ_SECONDS:g} s") from None
+            raise TimeoutError(f"could not be read within {READ_SECONDS:g} s") from None
         finally:
             if answer.done():  # not kept: it may contain all files
                 self._asked.pop(asked, None)

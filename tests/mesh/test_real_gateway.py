@@ -130,7 +130,7 @@ def test_check_envoy_reads_what_envoy_gateway_makes(gateway: Stack) -> None:
 
     made = report(dump, POLICIES)
 
-    assert {route.route.name.rpartition("/match/")[0]: route.modes for route in made.routes} == {
+    assert {route.name.rpartition("/match/")[0]: route.modes for route in made.routes} == {
         "httproute/gateways/chat/rule/0": ["BUFFERED"],
         "httproute/gateways/several/rule/0": ["BUFFERED"],
         "httproute/gateways/several/rule/1": [],

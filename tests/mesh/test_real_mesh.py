@@ -329,7 +329,7 @@ def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:
 
     made = report(dump, POLICIES)
 
-    assert {route.route.name: route.modes for route in made.routes} == {
+    assert {route.name: route.modes for route in made.routes} == {
         "claims": ["BUFFERED"], "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"],
         "files": ["BUFFERED_PARTIAL"], "rest": [],
     }  # fmt: skip

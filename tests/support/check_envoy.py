@@ -2,33 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import io
+import json
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-import pytest
-
-from extproc.cli.envoy_check.config import find_resources
-from extproc.cli.envoy_check.document import ConfigPlace
-from extproc.cli.envoy_check.inspect import CheckReport, inspect
-from extproc.cli.envoy_check.needs import find_needs
 from extproc.cli.main import main
+from tests.support.command import written
 from tests.support.documents import bundle, policy
-from tests.support.envoy_config import loaded
-
-UPLOADS = 10 * 2**20
-
 
 Json = Any
+Edit = Callable[[Json], object]
 
 
-def report(document: Json, policies: Json = None, **more: Any) -> CheckReport:  # noqa: ANN401  # of `inspect`
-    """What is found."""
-    needs = find_needs(loaded(policies) if policies else None, UPLOADS)
-    return inspect(find_resources(ConfigPlace(document)), needs, **more)
+class Finding(NamedTuple):
+    """A finding, or a note, which does not hurt."""
+
+    code: str
+    pointer: str
+    hurts: bool
+    problem: str
+    right: str
+    routes: list[str]
 
 
-def found(document: Json, policies: Json = None, **more: Any) -> list[tuple[str, str, bool]]:  # noqa: ANN401  # as above
+class Route(NamedTuple):
+    """A route, and the body modes in which it calls Loopguard."""
+
+    name: str
+    modes: list[str]
+
+
+class Report(NamedTuple):
+    """What the command prints as JSON: notes follow the findings."""
+
+    good: bool
+    routes: list[Route]
+    findings: list[Finding]
+
+
+class UnreadConfigurationError(Exception):
+    """The command cannot use the configuration."""
+
+
+def report(document: Json, policies: Json = None, *flags: str) -> Report:
+    """Run the command on a configuration."""
+    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as printed:
+        arguments = [*flags, written(Path(folder) / "envoy.json", document)]
+        if policies:
+            arguments += ["--policy", written(Path(folder) / "policies.json", policies)]
+        code = main(["check-envoy", "--json", *arguments])
+    if code > 1:
+        raise UnreadConfigurationError
+    told = json.loads(printed.getvalue())
+    assert code == (not told["good"])
+    found = [
+        Finding(item["code"], item["pointer"], kind == "findings", item["problem"], item["right"], item["routes"])
+        for kind in ("findings", "notes")
+        for item in told[kind]
+    ]
+    return Report(told["good"], [Route(item["route"], item["body_modes"]) for item in told["routes"]], found)
+
+
+def found(document: Json, policies: Json = None, *flags: str) -> list[tuple[str, str, bool]]:
     """Code and place of each finding, and whether it is a problem."""
-    return [(item.code, item.place.pointer, item.hurts) for item in report(document, policies, **more).findings]
+    return [item[:3] for item in report(document, policies, *flags).findings]
+
+
+def codes(document: Json, policies: Json = None) -> list[str]:
+    """Codes of findings, then those of notes, in parentheses."""
+    return [item.code if item.hurts else f"({item.code})" for item in report(document, policies).findings]
 
 
 CHAT = bundle(policy("chat", {"pathPrefix": "/chat"}, action="throttle", limit_keys=["header:x-user-id"]))
@@ -44,15 +91,50 @@ def find(document: Json, pointer: str) -> Json:
     return document
 
 
+def put(pointer: str, value: Json) -> Edit:
+    """An edit that sets something."""
+    above, _, last = pointer.rpartition("/")
+
+    def edit(document: Json) -> None:
+        place = find(document, above)
+        place[int(last) if isinstance(place, list) else last] = copy.deepcopy(value)
+
+    return edit
+
+
+def drop(pointer: str) -> Edit:
+    """An edit that takes something away."""
+    above, _, last = pointer.rpartition("/")
+
+    def edit(document: Json) -> None:
+        place = find(document, above)
+        place.pop(int(last) if isinstance(place, list) else last)
+
+    return edit
+
+
+def insert(pointer: str, value: Json) -> Edit:
+    """An edit that puts something into a list, before what stands there."""
+    above, _, last = pointer.rpartition("/")
+    return lambda document: find(document, above).insert(int(last), copy.deepcopy(value))
+
+
+def add_filter(kind: str, *, place: int = 1, **config: Json) -> Edit:
+    """An edit that adds an HTTP filter called `it`, behind Loopguard's unless the place says otherwise."""
+    made = {"@type": f"type.googleapis.com/envoy.extensions.filters.http.{kind}", **config}
+    return insert(f"{MANAGER}/http_filters/{place}", {"name": "it", "typed_config": made})
+
+
+def edited(document: Json, *edits: Edit) -> Json:
+    """A copy with these edits."""
+    made = copy.deepcopy(document)
+    for edit in edits:
+        edit(made)
+    return made
+
+
 def without_an_end(document: Json) -> None:
     """Nothing ends an upload that stalls."""
     manager = find(document, MANAGER)
     del manager["request_timeout"]
     manager["stream_idle_timeout"] = "0s"
-
-
-def run(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
-    """Exit code, output, and errors."""
-    code = main(["check-envoy", *flags])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err

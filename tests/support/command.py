@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ class Run:
         """The one line of stderr."""
         (line,) = self.err.splitlines()
         return line
+
+
+def fits(shown: str | None, wanted: str | None) -> bool:
+    """Whether a text is the wanted one, in which `…` stands for any text; None is no text."""
+    if shown is None or wanted is None:
+        return shown is wanted
+    return re.fullmatch(".*".join(map(re.escape, wanted.split("…"))), shown, re.DOTALL) is not None
 
 
 SAID = {"missing_descriptor": "require_one"}

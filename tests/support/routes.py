@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+
 import yaml
 
 from tests.support.check_envoy import CHAT, MANAGER, Json, find
@@ -15,7 +18,12 @@ _TEMPLATE = "envoy.path.match.uri_template.uri_template_matcher"
 
 def good(policies: Json = CHAT) -> Json:
     """What `loopguard envoy-config` prints for one guarded path, `/chat` and all below it."""
-    return yaml.safe_load(bootstrap(policies))
+    return json.loads(_read_bootstrap(json.dumps(policies)))
+
+
+@cache
+def _read_bootstrap(policies: str) -> str:
+    return json.dumps(yaml.safe_load(bootstrap(json.loads(policies))))
 
 
 def templated(template: str) -> Json:

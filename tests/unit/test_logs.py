@@ -30,18 +30,19 @@ def written(capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: 
     return line
 
 
-def test_a_rate_limit_counts_what_it_drops() -> None:
-    """In each second a bounded number passes, and the next one that passes tells how many did not."""
-    limit = RateLimit(2)
+@pytest.mark.parametrize(
+    ("most", "times", "admitted"),
+    [
+        (2, (10.0, 10.1, 10.2, 10.9, 11.0, 11.5, 11.6, 13.0, 13.1, 14.0), [0, 0, None, None, 2, 0, None, 1, 0, 0]),
+        (1, (0.0, 0.5, 1e9), [0, None, 1]),
+    ],
+    ids=["a bounded number each second", "a clock that starts at zero"],
+)
+def test_a_rate_limit_tells_how_many_it_dropped(most: int, times: tuple[float, ...], admitted: list[int | None]) -> None:
+    """By the next event that passes."""
+    limit = RateLimit(most)
 
-    taken = [limit.admit(now) for now in (10.0, 10.1, 10.2, 10.9, 11.0, 11.5, 11.6, 13.0, 13.1, 14.0)]
-
-    assert taken == [0, 0, None, None, 2, 0, None, 1, 0, 0]
-
-
-def test_a_rate_limit_passes_the_first_event_whatever_the_clock_says() -> None:
-    """A clock that starts at zero is no reason to drop anything."""
-    assert [RateLimit(1).admit(now) for now in (0.0, 0.5, 1e9)] == [0, 0, 0]
+    assert [limit.admit(now) for now in times] == admitted
 
 
 def test_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +73,7 @@ HOSTILE = [
     "\u2028",
     "\udcff",
     "\x00",
+    "\x1b]0;owned\x07\x9b2J\x7f\r\u202e",
 ]
 
 
@@ -91,22 +93,23 @@ def test_no_value_can_break_a_line(capsys: pytest.CaptureFixture[str], log_forma
         assert json.loads(quoted.rsplit(" field=", 1)[1]) == value
 
 
-def test_an_exception_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """A traceback follows the line in text, and is a field in JSON."""
-    shown = {}
-    formats: tuple[LogFormat, ...] = ("text", "json")
-    for log_format in formats:
-        setup(log_format, "info")
-        try:
-            int("boom")
-        except ValueError:
-            logging.getLogger("loopguard").exception("failed")
-        shown[log_format] = capsys.readouterr().err
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_an_exception_is_shown(capsys: pytest.CaptureFixture[str], log_format: LogFormat) -> None:
+    """A traceback follows the line in text, and is a field in JSON; what the exception says cannot control a terminal."""
+    setup(log_format, "info")
+    try:
+        int("boom\x1b[2J")
+    except ValueError:
+        logging.getLogger("loopguard").exception("failed")
 
-    first, second = shown["text"].splitlines()[:2]
-    assert first.endswith("error   failed")
-    assert second == "Traceback (most recent call last):"
-    assert json.loads(shown["json"])["exception"].endswith("base 10: 'boom'")
+    shown = capsys.readouterr().err
+    assert all(line.isprintable() for line in shown.splitlines())
+    first, *rest = shown.splitlines()
+    if log_format == "json":
+        assert json.loads(first)["exception"].endswith(r"base 10: 'boom\x1b[2J'")
+    else:
+        assert first.endswith("error   failed")
+        assert (rest[0], rest[-1][-12:]) == ("Traceback (most recent call last):", r"boom\x1b[2J'")
 
 
 def test_the_level_is_a_floor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ _MAX_VALUES = 1_000_000
 """A file with more values consists of aliases of aliases."""
 
 _PIECE = 2**16
-_MOST_DUMPED = 2**29
+MOST_DUMPED = 2**29
 """Larger than the configuration of any mesh, in bytes."""
 
 _TIMEOUT = 10.0
@@ -197,7 +197,7 @@ def fetch_dump(url: str) -> ConfigPlace:
     address = f"{url.rstrip('/')}/config_dump"
     try:
         with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310  # http or https, checked above
-            dump = read_bounded(iter(partial(answer.read1, _PIECE), b""), address, _MOST_DUMPED)
+            dump = read_bounded(iter(partial(answer.read1, _PIECE), b""), address, MOST_DUMPED)
             return ConfigPlace(msgspec.json.decode(dump))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

@@ -68,7 +68,7 @@ def read_each(paths):
     if len(times) > 1:
         threading.Event().wait()
     return real(paths)
-reload.read_each, reload._READ_SECONDS = read_each, 0.1
+reload.read_each, reload.READ_SECONDS = read_each, 0.1
 """
 
 

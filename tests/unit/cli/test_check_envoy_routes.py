@@ -1,17 +1,30 @@
-"""`loopguard check-envoy` on routes that take guarded requests in unusual forms: found, or said to be not judged."""
+"""`loopguard check-envoy` on routes, listeners and filters that let requests pass Loopguard: found, or named as not judged."""
 
 from __future__ import annotations
 
-import copy
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from extproc.cli.main import main
 from tests.support import ROOT
-from tests.support.check_envoy import CHAT, MANAGER, Json, find, found, report, run
+from tests.support.check_envoy import (
+    CHAT,
+    MANAGER,
+    Edit,
+    Json,
+    add_filter,
+    codes,
+    drop,
+    edited,
+    find,
+    found,
+    insert,
+    put,
+    report,
+)
+from tests.support.command import Run, written
 from tests.support.documents import bundle, policy
 from tests.support.routes import (
     FILTER,
@@ -29,119 +42,151 @@ from tests.support.routes import (
 
 _TYPE = "type.googleapis.com"
 _NAME = "envoy.filters.http.ext_proc"
+_PER_ROUTE = f"{ROUTES}/0/typed_per_filter_config"
+_CONFIG = f"{MANAGER}/route_config"
+_OFF = {"@type": f"{_TYPE}/envoy.config.route.v3.FilterConfig", "disabled": True}
 STEERING = bundle(policy("agents", {"pathPrefix": "/chat"}, similarity="turns", action="steer", limit_keys=["header:x"]))
 
 
-def codes(document: Json, policies: Json = None) -> list[tuple[str, bool]]:
-    """Code of each finding, and whether it is a problem."""
-    return [(code, hurts) for code, _, hurts in found(document, policies)]
+# ---- Routes before the guarded one, and what the guarded one takes
 
 
 @pytest.mark.parametrize("policies", [CHAT, None])
 @pytest.mark.parametrize(
-    "match",
+    ("match", "told"),
     [
-        {"prefix": "/CHAT", "case_sensitive": False},
-        {"path_separated_prefix": "/Chat", "case_sensitive": False},
-        templated("/{x=**}"),
-        {"safe_regex": {"regex": "(?i)/chat.*"}},
-        {"safe_regex": {"regex": "/.*"}},
-        {"prefix": "/chat", "headers": [{"name": "x-skip", "present_match": True}]},
-        {"prefix": "/", "query_parameters": [{"name": "skip", "present_match": True}]},
+        ({"prefix": "/CHAT", "case_sensitive": False}, "unguarded"),
+        ({"path_separated_prefix": "/Chat", "case_sensitive": False}, "unguarded"),
+        (templated("/{x=**}"), "unguarded"),
+        ({"safe_regex": {"regex": "(?i)/chat.*"}}, "unguarded"),
+        ({"safe_regex": {"regex": "/.*"}}, "unguarded"),
+        ({"prefix": "/chat", "headers": [{"name": "x-skip", "present_match": True}]}, "unguarded"),
+        ({"prefix": "/", "query_parameters": [{"name": "skip", "present_match": True}]}, "unguarded"),
+        ({"safe_regex": {"regex": "/c\\pL+.*"}}, "(not-judged)"),
+        ({"safe_regex": {"regex": "/[[:alpha:]]+(/.*)?"}}, "(not-judged)"),
+        ({"path_match_policy": {"name": "x", "typed_config": {"@type": f"{_TYPE}/their.Matcher"}}}, "(not-judged)"),
+        ({"of_a_later_envoy": "/chat"}, "(not-judged)"),
+        ({"connect_matcher": {}}, "alias"),
+        ({"prefix": "/CHAT"}, ""),
+        ({"path": "/images", "case_sensitive": False}, ""),
+        (templated("/files/{x=**}"), ""),
+        ({"safe_regex": {"regex": "/files/\\pL+"}}, ""),
+        ({"safe_regex": {"regex": "/(files|images)"}}, ""),
+        ({"prefix": "/chat", "runtime_fraction": {"default_value": {"numerator": 0}}}, ""),
     ],
 )
-def test_a_route_before_the_guarded_one_is_found(match: Json, policies: Json) -> None:
-    """With policies, which select its requests, and without, since it takes those of a guarded route."""
-    assert codes(before(match), policies) == [("unguarded", True)]
+def test_a_route_before_the_guarded_one_is_judged(match: Json, told: str, policies: Json) -> None:
+    """With policies, which select its requests, and without, since it may take those of a guarded route."""
+    document = before(match)
+
+    assert codes(document, policies) == [told] * bool(told)
+    if told == "(not-judged)":
+        assert [item[:2] for item in found(document, policies)] == [("not-judged", f"{ROUTES}/0/match")]
+        assert report(document, policies).findings[0].routes == ["before"]
 
 
-@pytest.mark.parametrize("policies", [CHAT, None])
-@pytest.mark.parametrize(
-    "match",
-    [
-        {"safe_regex": {"regex": "/c\\pL+.*"}},
-        {"safe_regex": {"regex": "/[[:alpha:]]+(/.*)?"}},
-        {"path_match_policy": {"name": "their.matcher", "typed_config": {"@type": f"{_TYPE}/their.Matcher"}}},
-        {"of_a_later_envoy": "/chat"},
-    ],
-)
-def test_a_match_of_unknown_form_is_named(match: Json, policies: Json) -> None:
-    """Neither a finding nor silence."""
-    made = report(before(match), policies)
-
-    assert [(item.code, item.hurts, list(item.routes)) for item in made.findings] == [("not-judged", False, ["before"])]
-    assert made.findings[0].place.pointer == f"{ROUTES}/0/match"
+OPTIONS = {"prefix": "/chat", "headers": [{"name": ":method", "string_match": {"exact": "OPTIONS"}}]}
+POSTS = bundle(policy("chat", {"pathPrefix": "/chat", "methods": ["POST"]}, limit_keys=["header:x-user-id"]))
+FRACTION = f"{ROUTES}/0/match/runtime_fraction"
+NO_CASE = put(f"{ROUTES}/0/match", {"prefix": "/chat", "case_sensitive": False})
+BY_NAME = bundle(policy("p", {"routes": ["guarded:/chat*"]}, limit_keys=["header:x"]))
+EVERYWHERE = bundle(policy("p", {"pathPrefix": "/", "routes": ["guarded:/chat*"]}, limit_keys=["header:x"]))
+IGNORES = f"{_CONFIG}/ignore_path_parameters_in_path_matching"
+CLOSED = put(f"{ROUTES}/1", {"match": {"prefix": "/"}, "direct_response": {"status": 404}})
+HOSTED = bundle(policy("p", {"pathPrefix": "/chat", "hosts": ["api.example"]}, limit_keys=["header:x"]))
 
 
-@pytest.mark.parametrize("policies", [CHAT, None])
-@pytest.mark.parametrize(
-    "match",
-    [
-        {"prefix": "/CHAT"},
-        {"path": "/images", "case_sensitive": False},
-        templated("/files/{x=**}"),
-        {"safe_regex": {"regex": "/files/\\pL+"}},
-        {"safe_regex": {"regex": "/(files|images)"}},
-        {"prefix": "/chat", "runtime_fraction": {"default_value": {"numerator": 0}}},
-    ],
-)
-def test_a_route_for_other_requests_is_no_finding(match: Json, policies: Json) -> None:
-    """Nor one that takes none."""
-    assert codes(before(match), policies) == []
+def own_host(document: Json) -> None:
+    """The guarded route has a virtual host of its own, and all others have one without it."""
+    hosts = find(document, f"{_CONFIG}/virtual_hosts")
+    hosts[0]["domains"] = ["api.example"]
+    hosts.append({"name": "rest", "domains": ["*"], "routes": [{**hosts[0]["routes"][1], "name": "open"}]})
 
 
-def test_a_route_for_other_methods_is_no_finding() -> None:
-    """If the policy names its methods; without policies, it is a choice."""
-    match = {"prefix": "/chat", "headers": [{"name": ":method", "string_match": {"exact": "OPTIONS"}}]}
-    posts = bundle(policy("chat", {"pathPrefix": "/chat", "methods": ["POST"]}, limit_keys=["header:x-user-id"]))
-    everything = bundle(policy("chat", {"pathPrefix": "/chat"}, limit_keys=["header:x-user-id"]))
+def weigh(*settings: Json) -> Edit:
+    """Split the guarded route between clusters with these settings for Loopguard's filter; None for none."""
 
-    assert codes(before(match), posts) == codes(before(match)) == []
-    assert codes(before(match), everything) == [("unguarded", True)]
+    def edit(document: Json) -> None:
+        route = find(document, f"{ROUTES}/0/route")
+        cluster = {"name": route.pop("cluster"), "weight": 1}
+        own = [{} if each is None else {"typed_per_filter_config": {_NAME: each}} for each in settings]
+        route["weighted_clusters"] = {"clusters": [cluster | each for each in own]}
 
-
-@pytest.mark.parametrize("policies", [CHAT, None])
-@pytest.mark.parametrize("numerator", [0, 50])
-def test_a_guarded_route_must_take_all_requests(numerator: int, policies: Json) -> None:
-    """`runtime_fraction` leaves the rest to the next route."""
-    document = good()
-    find(document, f"{ROUTES}/0/match")["runtime_fraction"] = {"default_value": {"numerator": numerator}}
-    whole = copy.deepcopy(document)
-    find(whole, f"{ROUTES}/0/match")["runtime_fraction"]["default_value"]["numerator"] = 100
-
-    assert codes(document, policies) == [("unguarded", True)]
-    assert codes(whole, policies) == []
+    return edit
 
 
-def test_conditions_of_guarded_routes_are_noted() -> None:
-    """Without policies, it is unknown whether the other requests should be guarded."""
-    document = good()
-    find(document, f"{ROUTES}/0/match")["headers"] = [{"name": "x-team", "present_match": True}]
+OVERRIDES = good()["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+OVERRIDES = OVERRIDES["route_config"]["virtual_hosts"][0]["routes"][0]["typed_per_filter_config"][_NAME]
+DISABLED = [put(f"{FILTER}/disabled", value=True), drop(f"{_PER_ROUTE}/{_NAME}")]
+ROUTE_CASES: dict[str, tuple[list[Edit], Json, list[str]]] = {
+    "a route for other methods": (
+        [insert(f"{ROUTES}/0", {"name": "b", "match": OPTIONS, "route": {"cluster": "upstream"}})],
+        POSTS,
+        [],
+    ),
+    "a route for methods that count": (
+        [insert(f"{ROUTES}/0", {"name": "b", "match": OPTIONS, "route": {"cluster": "upstream"}})],
+        CHAT,
+        ["unguarded"],
+    ),
+    "a condition without policies": (
+        [put(f"{ROUTES}/0/match/headers", [{"name": "x-team", "present_match": True}])],
+        None,
+        ["(unguarded)"],
+    ),
+    "a condition": (
+        [put(f"{ROUTES}/0/match/headers", [{"name": "x-team", "present_match": True}])],
+        CHAT,
+        ["unguarded"],
+    ),
+    "no request": ([put(FRACTION, {"default_value": {"numerator": 0}})], CHAT, ["unguarded"]),
+    "half of the requests": ([put(FRACTION, {"default_value": {"numerator": 50}})], None, ["unguarded"]),
+    "all requests": ([put(FRACTION, {"default_value": {"numerator": 100}})], CHAT, []),
+    "virtual hosts on demand": ([put(f"{_CONFIG}/vhds", {"config_source": {"ads": {}}})], None, ["(routes-missing)"]),
+    "any case, for a policy by route": ([NO_CASE], BY_NAME, []),
+    "any case, for a policy of all paths": ([NO_CASE], EVERYWHERE, []),
+    "path parameters": ([drop(IGNORES)], CHAT, ["(path-parameters)"]),
+    "path parameters without policies": ([drop(IGNORES)], None, ["(path-parameters)"]),
+    "path parameters that are ignored": ([put(IGNORES, value=True)], CHAT, ["unmatched"]),
+    "ignored without policies": ([put(IGNORES, value=True)], None, ["unmatched"]),
+    "path parameters with nothing unguarded": ([drop(IGNORES), CLOSED], None, []),
+    "a guarded route of unknown form": (
+        [put(f"{ROUTES}/0/match", {"safe_regex": {"regex": "/\\pL+.*"}})],
+        CHAT,
+        ["(not-judged)"],
+    ),
+    "a port in the host": ([own_host], HOSTED, ["host-port"]),
+    "a port that Envoy ignores": ([own_host, put(f"{_CONFIG}/ignore_port_in_host_matching", value=True)], HOSTED, []),
+    "a port that is named": (
+        [own_host, put(f"{_CONFIG}/virtual_hosts/0/domains", ["api.example", "api.example:*"])],
+        HOSTED,
+        [],
+    ),
+    "a port that leads nowhere": ([own_host, drop(f"{_CONFIG}/virtual_hosts/1")], HOSTED, []),
+    "a weighted cluster that is off": ([weigh(None, _OFF)], CHAT, ["unguarded"]),
+    "weighted clusters": ([weigh(None, None)], CHAT, []),
+    "weighted clusters that are on": ([*DISABLED, weigh(OVERRIDES, OVERRIDES)], CHAT, []),
+    "a weighted cluster that is not on": ([*DISABLED, weigh(OVERRIDES, None)], CHAT, ["unguarded"]),
+    "a route's own service that does not exist": (
+        [put(f"{_PER_ROUTE}/{_NAME}/overrides/grpc_service", {"envoy_grpc": {"cluster_name": "nowhere"}})],
+        CHAT,
+        ["cluster"],
+    ),
+    "mirrors and small buffers": (
+        [
+            put(f"{ROUTES}/0/route/request_mirror_policies", [{"cluster": "copies"}]),
+            add_filter("buffer.v3.Buffer", place=0, max_request_bytes=1_000),
+        ],
+        CHAT,
+        ["(mirrors)", "(buffer-limit)"],
+    ),
+}
 
-    assert codes(document) == [("unguarded", False)]
-    assert codes(document, CHAT) == [("unguarded", True)]
 
-
-@pytest.mark.parametrize("policies", [CHAT, None])
-def test_a_matcher_tree_of_routes_is_read(policies: Json) -> None:
-    """Its routes are listed; which of them a request takes is not judged, unless all are guarded."""
-    mixed, whole = report(treed(good(), guarded=False), policies), report(treed(good(), guarded=True), policies)
-
-    assert [bool(route.modes) for route in mixed.routes] == [False, True]
-    assert [(item.code, item.place.pointer.rpartition("/")[2]) for item in mixed.findings] == [("not-judged", "matcher")]
-    assert [bool(route.modes) for route in whole.routes] == [True, True]
-    assert whole.findings == []
-
-
-def test_virtual_hosts_on_demand_are_noted() -> None:
-    """They are not in the file."""
-    document = good()
-    find(document, f"{MANAGER}/route_config")["vhds"] = {"config_source": {"ads": {}}}
-
-    assert codes(document) == [("routes-missing", False)]
-
-
-# ---- Requests that reach Loopguard, and match no policy
+@pytest.mark.parametrize(("edits", "policies", "expected"), ROUTE_CASES.values(), ids=ROUTE_CASES)
+def test_a_guarded_route_must_take_what_policies_select(edits: list[Edit], policies: Json, expected: list[str]) -> None:
+    """Every request, whatever its case, host and conditions."""
+    assert codes(edited(good(), *edits), policies) == expected
 
 
 @pytest.mark.parametrize("policies", [CHAT, None])
@@ -154,102 +199,276 @@ def test_virtual_hosts_on_demand_are_noted() -> None:
 )
 def test_a_guarded_route_must_mind_the_case(match: Json, place: str, policies: Json) -> None:
     """Policies do, so `/CHAT` would match none."""
-    document = good()
-    find(document, f"{ROUTES}/0")["match"] = match
+    document = edited(good(), put(f"{ROUTES}/0/match", match))
 
-    assert [(code, pointer) for code, pointer, _ in found(document, policies)] == [("unmatched", f"{ROUTES}/0{place}")]
-
-
-def test_a_policy_by_route_matches_every_spelling() -> None:
-    """As does one for all paths."""
-    document = good()
-    find(document, f"{ROUTES}/0")["match"] = {"prefix": "/chat", "case_sensitive": False}
-    name = find(document, f"{ROUTES}/0")["name"]
-    by_name = bundle(policy("p", {"routes": [name]}, limit_keys=["header:x"]))
-    everywhere = bundle(policy("p", {"pathPrefix": "/", "routes": [name]}, limit_keys=["header:x"]))
-
-    assert codes(document, by_name) == codes(document, everywhere) == []
+    assert found(document, policies) == [("unmatched", f"{ROUTES}/0{place}", True)]
 
 
-def test_path_parameters_are_told() -> None:
-    """A choice that is made, or that nothing unguarded depends on, is not."""
-    silent, ignoring, closed = good(), good(), good()
-    del find(silent, f"{MANAGER}/route_config")["ignore_path_parameters_in_path_matching"]
-    find(ignoring, f"{MANAGER}/route_config")["ignore_path_parameters_in_path_matching"] = True
-    del find(closed, f"{MANAGER}/route_config")["ignore_path_parameters_in_path_matching"]
-    find(closed, ROUTES)[1] = {"match": {"prefix": "/"}, "direct_response": {"status": 404}}
+@pytest.mark.parametrize("policies", [CHAT, None])
+def test_a_matcher_tree_of_routes_is_read(policies: Json) -> None:
+    """Its routes are listed; which of them a request takes is not judged, unless all are guarded."""
+    mixed, whole = report(treed(good(), guarded=False), policies), report(treed(good(), guarded=True), policies)
 
-    assert codes(silent) == codes(silent, CHAT) == [("path-parameters", False)]
-    assert codes(ignoring) == codes(ignoring, CHAT) == [("unmatched", True)]
-    assert codes(closed) == codes(good()) == []
+    assert [bool(route.modes) for route in (*mixed.routes, *whole.routes)] == [False, True, True, True]
+    assert [(item.code, item.pointer.rpartition("/")[2]) for item in mixed.findings] == [("not-judged", "matcher")]
+    assert whole.findings == []
 
 
 def test_unknown_routes_of_a_selector_are_found() -> None:
     """A policy for a route that does not exist matches nothing."""
-    made = report(good(), bundle(policy("p", {"routes": ["nowhere"]}, limit_keys=["header:x"])))
+    (finding,) = report(good(), bundle(policy("p", {"routes": ["nowhere"]}, limit_keys=["header:x"]))).findings
 
-    assert [(item.code, item.hurts) for item in made.findings] == [("unmatched", True)]
-    assert "nowhere" in made.findings[0].problem
+    assert (finding.code, finding.hurts, "nowhere" in finding.problem) == ("unmatched", True, True)
+
+
+SEVERAL = [
+    {"name": "exact", "match": {"path": "/a"}},
+    {"name": "posts", "match": {"prefix": "/b/", "headers": [{"name": ":method"}]}},
+    {"name": "regex", "match": {"safe_regex": {"regex": "/b/[0-9]+"}}},
+    {"name": "below", "match": {"path_separated_prefix": "/b"}},
+    {"name": "rest", "match": {"prefix": "/"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("selector", "names"),
+    [
+        ({"pathExact": "/a"}, ["exact"]),
+        ({"pathExact": "/b/7"}, ["posts", "regex"]),
+        ({"pathExact": "/b/x"}, ["posts", "below"]),
+        ({"pathExact": "/c"}, ["rest"]),
+        ({"pathPrefix": "/b"}, ["posts", "regex", "below"]),
+        ({"pathPrefix": "/"}, ["exact", "posts", "regex", "below", "rest"]),
+        ({"pathExact": "/a", "hosts": ["a.example"]}, ["own"]),
+        ({"pathExact": "/a", "hosts": ["x.wild.example:8080"]}, ["wild"]),
+        ({"pathExact": "/a", "hosts": ["elsewhere.example"]}, ["exact"]),
+    ],
+)
+def test_a_selector_finds_the_routes_that_envoy_would_take(selector: dict[str, Any], names: list[str]) -> None:
+    """The first route that takes all of a path ends the search; one that also looks at headers does not."""
+    document = good()
+    all_ = {"prefix": "/"}
+    hosts = [
+        {"name": "all", "domains": ["*"], "routes": SEVERAL},
+        {"name": "own", "domains": ["a.example"], "routes": [{"name": "own", "match": all_}]},
+        {"name": "wild", "domains": ["*.wild.example"], "routes": [{"name": "wild", "match": all_}]},
+        {
+            "name": "on",
+            "domains": ["on.example"],
+            "routes": [{"match": all_, "typed_per_filter_config": find(document, _PER_ROUTE)}],
+        },
+    ]
+    policies = bundle(policy("p", {"hosts": ["nobody.example"], **selector}, limit_keys=["header:x"]))
+
+    made = report(edited(document, put(f"{_CONFIG}/virtual_hosts", hosts)), policies)
+
+    assert [name for item in made.findings if item.code == "unguarded" for name in item.routes] == names
+
+
+# ---- Filters beside Loopguard's
+
+RULES: Json = {"rules": {"action": "DENY", "policies": {"p": {}}}}
+ALL_TOKENS = {"match": {"prefix": "/"}, "requires": {"provider_name": "idp"}}
+LIMITS: Json = {"rate_limits": [{"actions": []}]}
+BUCKET: Json = {"token_bucket": {"max_tokens": 1}}
+REFUSERS: dict[str, tuple[str, Json]] = {
+    "ext_authz": ("ext_authz.v3.ExtAuthz", {}),
+    "jwt_authn": ("jwt_authn.v3.JwtAuthentication", {"rules": [ALL_TOKENS]}),
+    "rbac": ("rbac.v3.RBAC", RULES),
+    "basic_auth": ("basic_auth.v3.BasicAuth", {}),
+    "local_ratelimit": ("local_ratelimit.v3.LocalRateLimit", BUCKET),
+    "ratelimit": ("ratelimit.v3.RateLimit", LIMITS),
+}
+
+
+@pytest.mark.parametrize("name", REFUSERS)
+def test_filters_that_refuse_belong_before_loopguard(name: str) -> None:
+    """Behind it, Loopguard counts what is refused, unless the filter is off on the guarded route."""
+    kind, config = REFUSERS[name]
+    behind = edited(good(), add_filter(kind, **config))
+
+    assert codes(behind, CHAT) == ["late-refusal"]
+    assert codes(edited(good(), add_filter(kind, place=0, **config)), CHAT) == []
+    assert codes(edited(behind, put(f"{_PER_ROUTE}/it", _OFF)), CHAT) == []
+
+
+def of_route(kind: str, own: Json) -> list[Edit]:
+    """A filter that refuses by what the guarded route says."""
+    return [add_filter(kind), put(f"{_PER_ROUTE}/it", {"@type": "x", **own})]
+
+
+UPGRADES = f"{MANAGER}/upgrade_configs"
+CLAIMS = bundle(policy("claims", {"pathPrefix": "/chat"}, limit_keys=["jwt:sub"]))
+PROVIDERS = {"idp": {"payload_in_metadata": "claims", "forward": True}}
+MEMBERS = {
+    "name": "loopguard",
+    "cluster_type": {
+        "name": "envoy.clusters.aggregate",
+        "typed_config": {"@type": f"{_TYPE}/envoy.extensions.clusters.aggregate.v3.ClusterConfig", "clusters": ["member"]},
+    },
+}
+
+
+def verified(*rules: Json) -> list[Edit]:
+    """Tokens are verified by these rules."""
+    return [add_filter("jwt_authn.v3.JwtAuthentication", place=0, providers=PROVIDERS, rules=list(rules))]
+
+
+def requires(**match: Json) -> Json:
+    """A rule that verifies tokens."""
+    return {"match": match, "requires": {"provider_name": "idp"}}
+
+
+def upgrading(*filters: Json) -> list[Edit]:
+    """WebSockets have filters of their own."""
+    return [put(UPGRADES, [{"upgrade_type": "websocket", "filters": list(filters)}])]
+
+
+def withheld(pattern: Json) -> list[Edit]:
+    """Headers that Loopguard does not get."""
+    return [put(f"{FILTER}/typed_config/forward_rules", {"disallowed_headers": {"patterns": [pattern]}})]
+
+
+FILTER_CASES: dict[str, tuple[Json, list[Edit], list[str]]] = {
+    "access without rules": (CHAT, [add_filter("rbac.v3.RBAC")], []),
+    "a limit without a bucket": (CHAT, [add_filter("local_ratelimit.v3.LocalRateLimit", stat_prefix="s")], []),
+    "a limit without limits": (CHAT, [add_filter("ratelimit.v3.RateLimit", domain="d")], []),
+    "tokens without rules": (CHAT, [add_filter("jwt_authn.v3.JwtAuthentication", providers={})], []),
+    "CORS": (CHAT, [add_filter("cors.v3.Cors")], []),
+    "a script for answers": (CHAT, [add_filter("lua.v3.Lua", inline_code="function envoy_on_response(handle) end")], []),
+    "access by a route's rules": (CHAT, of_route("rbac.v3.RBAC", {"rbac": RULES}), ["late-refusal"]),
+    "a route's bucket": (CHAT, of_route("local_ratelimit.v3.LocalRateLimit", BUCKET), ["late-refusal"]),
+    "a route's limits": (CHAT, of_route("ratelimit.v3.RateLimit", LIMITS), ["late-refusal"]),
+    "a script behind": (
+        CHAT,
+        [add_filter("lua.v3.Lua", inline_code="function envoy_on_request(h) h:respond({[':status'] = '403'}, '') end")],
+        ["(late-refusal)"],
+    ),
+    "a processor behind": (
+        CHAT,
+        [
+            add_filter(
+                "ext_proc.v3.ExternalProcessor",
+                grpc_service={"envoy_grpc": {"cluster_name": "a"}},
+                route_cache_action="RETAIN",
+            )
+        ],
+        ["(late-refusal)"],
+    ),
+    "a program": (None, [add_filter("wasm.v3.Wasm", place=0)], ["(not-judged)"]),
+    "a filter that comes later": (
+        None,
+        [insert(f"{MANAGER}/http_filters/0", {"name": "ecds", "config_discovery": {"type_urls": ["x"]}})],
+        ["(not-judged)"],
+    ),
+    "upgrades without Loopguard": (CHAT, upgrading({"name": "envoy.filters.http.router"}), ["upgrades"]),
+    "upgrades with Loopguard off": (CHAT, upgrading({"name": _NAME, "disabled": True}), ["upgrades"]),
+    "upgrades with Loopguard": (CHAT, upgrading({"name": _NAME}), []),
+    "upgrades with the usual filters": (CHAT, upgrading(), []),
+    "an aggregate of clusters": (
+        CHAT,
+        [put("/static_resources/clusters/0/name", "member"), insert("/static_resources/clusters/1", MEMBERS)],
+        [],
+    ),
+    "an aggregate of a weak cluster": (
+        CHAT,
+        [
+            put("/static_resources/clusters/0/name", "member"),
+            drop("/static_resources/clusters/0/circuit_breakers"),
+            insert("/static_resources/clusters/1", MEMBERS),
+        ],
+        ["circuit-breakers"],
+    ),
+    "tokens everywhere": (CLAIMS, verified(ALL_TOKENS), []),
+    "tokens of a shorter prefix": (CLAIMS, verified(requires(prefix="/cha")), []),
+    "tokens by an expression": (CLAIMS, verified(requires(safe_regex={"regex": "/c.*"})), []),
+    "tokens elsewhere": (CLAIMS, verified(requires(prefix="/other")), ["jwt"]),
+    "a rule before that verifies nothing": (CLAIMS, verified({"match": {"prefix": "/chat"}}, ALL_TOKENS), ["jwt"]),
+    "tokens by an unknown expression": (CLAIMS, verified(requires(safe_regex={"regex": "/\\pL+"})), ["(not-judged)"]),
+    "an unknown expression, then everywhere": (CLAIMS, verified(requires(safe_regex={"regex": "/\\pL+"}), ALL_TOKENS), []),
+    "tokens elsewhere by an expression": (
+        CLAIMS,
+        verified({"match": {"safe_regex": {"regex": "/other/\\pL+"}}, "requires": {}}),
+        ["jwt"],
+    ),
+    "headers of an unknown expression": (CHAT, withheld({"safe_regex": {"regex": "x-\\pL+-id"}}), ["(not-judged)"]),
+    "headers of an unknown form": (CHAT, withheld({"custom": {"name": "their"}}), ["(not-judged)"]),
+    "the caller by an expression": (CHAT, withheld({"safe_regex": {"regex": "x-.*-id"}}), ["caller-headers"]),
+    "the caller by a part": (CHAT, withheld({"contains": "user"}), ["caller-headers"]),
+    "other headers by an unknown expression": (CHAT, withheld({"safe_regex": {"regex": "y-\\pL+"}}), []),
+    "other headers by a suffix": (CHAT, withheld({"suffix": "x"}), []),
+}
+
+
+@pytest.mark.parametrize(("policies", "edits", "expected"), FILTER_CASES.values(), ids=FILTER_CASES)
+def test_filters_beside_loopguard_are_judged(policies: Json, edits: list[Edit], expected: list[str]) -> None:
+    """Those that refuse, choose, verify tokens or withhold headers."""
+    assert codes(edited(good(policies or CHAT), *edits), policies) == expected
+
+
+def test_envoy_gateway_orders_filters_by_its_own_setting() -> None:
+    """The repair names it."""
+    name = "envoy.filters.http.ext_proc/envoyextensionpolicy/default/loopguard/extproc/0"
+    edits = [drop(f"{_PER_ROUTE}/{_NAME}"), add_filter("rbac.v3.RBAC", **RULES), put(f"{FILTER}/name", name)]
+    document = edited(good(), *edits, put(f"{MANAGER}/http_filters/1/name", "envoy.filters.http.rbac"))
+    find(document, _PER_ROUTE)[name] = OVERRIDES
+
+    ((*_, right, _),) = [item for item in report(document, CHAT).findings if item.code == "late-refusal"]
+
+    assert right == "spec.filterOrder of the EnvoyProxy: [{name: envoy.filters.http.ext_proc, after: envoy.filters.http.rbac}]"
 
 
 # ---- A matcher around the filter
 
+QUERY = {"@type": f"{_TYPE}/envoy.type.matcher.v3.HttpRequestQueryParamMatchInput", "query_param": "skip"}
+STATE = {"@type": f"{_TYPE}/envoy.extensions.matching.common_inputs.network.v3.DynamicMetadataInput", "filter": "x"}
 
-def test_a_matcher_that_clients_control_is_found() -> None:
+
+@pytest.mark.parametrize(
+    ("reads", "skips", "expected"),
+    [
+        (header("x-skip"), True, ["skipped"]),
+        (QUERY, True, ["skipped"]),
+        (header(":path"), True, ["(not-judged)"]),
+        (STATE, True, ["(not-judged)"]),
+        (header("x-skip"), False, []),
+    ],
+)
+def test_a_matcher_that_clients_control_is_found(reads: Json, skips: bool, expected: list[str]) -> None:
     """A note for inputs that cannot be judged; nothing for a matcher that skips nothing."""
-    query = {"@type": f"{_TYPE}/envoy.type.matcher.v3.HttpRequestQueryParamMatchInput", "query_param": "skip"}
-    metadata = {"@type": f"{_TYPE}/envoy.extensions.matching.common_inputs.network.v3.DynamicMetadataInput", "filter": "x"}
-
-    assert codes(wrapped(good(), header("x-skip"))) == codes(wrapped(good(), query)) == [("skipped", True)]
-    assert codes(wrapped(good(), header(":path"))) == codes(wrapped(good(), metadata)) == [("not-judged", False)]
-    assert codes(wrapped(good(), header("x-skip"), skips=False)) == []
+    assert codes(wrapped(good(), reads, skips=skips)) == expected
 
 
-def test_the_chart_s_matcher_is_understood() -> None:
+def test_the_charts_matcher_is_understood() -> None:
     """It skips what calls no model: a problem only for policies that select other requests."""
-    document = wrapped(good(), header(":path"))
+    place = f"{FILTER}/typed_config/xds_matcher"
     matcher = yaml.safe_load((ROOT / "helm" / "loopguard" / "envoy" / "apis.yaml").read_text())
-    find(document, f"{FILTER}/typed_config")["xds_matcher"] = matcher
+    document = edited(wrapped(good(), header(":path")), put(place, matcher))
     by_api = bundle(policy("models", {"apis": "any", "pathPrefix": "/chat"}, limit_keys=["header:x"]))
-    lacking = copy.deepcopy(document)
-    find(lacking, f"{FILTER}/typed_config/xds_matcher/matcher_list/matchers/0/predicate/not_matcher/or_matcher/predicate").pop()
-    skipping = copy.deepcopy(document)
-    skip = find(skipping, f"{FILTER}/typed_config/xds_matcher")
-    skip["on_no_match"] = skip["matcher_list"]["matchers"][0]["on_match"]
-    tree = copy.deepcopy(document)
-    on_match, value = skip["on_no_match"], {"name": "path", "typed_config": header(":path")}
-    find(tree, f"{FILTER}/typed_config")["xds_matcher"] = {
-        "matcher_tree": {"input": value, "exact_match_map": {"map": {"/x": on_match}}}
-    }
+    lacking = drop(f"{place}/matcher_list/matchers/0/predicate/not_matcher/or_matcher/predicate/0")
+    skipping = put(f"{place}/on_no_match", find(document, f"{place}/matcher_list/matchers/0/on_match"))
+    values = {"map": {"/x": matcher["matcher_list"]["matchers"][0]["on_match"]}}
+    tree = {"input": {"name": "path", "typed_config": header(":path")}, "exact_match_map": values}
 
     assert codes(document) == codes(document, by_api) == []
-    assert codes(document, CHAT) == [("skipped", True)]
-    assert codes(lacking) == codes(skipping) == codes(tree) == [("not-judged", False)]
+    assert codes(document, CHAT) == ["skipped"]
+    for edit in (lacking, skipping, put(place, {"matcher_tree": tree})):
+        assert codes(edited(document, edit)) == ["(not-judged)"]
 
 
-def test_a_route_s_matcher_is_found() -> None:
-    """It replaces that of the filter."""
+def test_a_routes_matcher_is_found() -> None:
+    """It replaces that of the filter, which may choose nothing."""
     document = wrapped(good(), header("x-skip"))
     matcher = find(document, f"{FILTER}/typed_config").pop("xds_matcher")
     kind = f"{_TYPE}/envoy.extensions.common.matching.v3.ExtensionWithMatcherPerRoute"
-    find(document, f"{FILTER}/typed_config/extension_config/typed_config")["processing_mode"] = {
-        "request_body_mode": "BUFFERED",
-        "request_trailer_mode": "SEND",
-        "response_header_mode": "SEND",
-    }
-    find(document, f"{ROUTES}/0/typed_per_filter_config")[_NAME] = {"@type": kind, "xds_matcher": matcher}
+    modes = {"request_body_mode": "BUFFERED", "request_trailer_mode": "SEND", "response_header_mode": "SEND"}
+    own = [
+        put(f"{FILTER}/typed_config/extension_config/typed_config/processing_mode", modes),
+        put(f"{_PER_ROUTE}/{_NAME}", {"@type": kind, "xds_matcher": matcher}),
+    ]
 
-    assert ("skipped", True) in codes(document)
-
-
-def test_filters_that_run_programs_are_noted() -> None:
-    """They may choose routes and answer requests; so may those that come later."""
-    running, later = good(), good()
-    kind = f"{_TYPE}/envoy.extensions.filters.http.wasm.v3.Wasm"
-    find(running, f"{MANAGER}/http_filters").insert(0, {"name": "program", "typed_config": {"@type": kind}})
-    find(later, f"{MANAGER}/http_filters").insert(0, {"name": "ecds", "config_discovery": {"type_urls": ["x"]}})
-
-    assert codes(running) == codes(later) == [("not-judged", False)]
+    assert "skipped" in codes(edited(document, *own))
+    assert codes(edited(document, put(f"{FILTER}/typed_config/xds_matcher", {"matcher_list": {"matchers": []}})), CHAT) == []
 
 
 # ---- Aliases
@@ -260,24 +479,31 @@ def test_filters_that_run_programs_are_noted() -> None:
     ("rewrite", "code"),
     [
         ({"prefix_rewrite": "/"}, "alias"),
+        ({"prefix_rewrite": "/chat"}, "alias"),
+        ({"prefix_rewrite": "/chat/completions"}, "alias"),
+        ({"prefix_rewrite": "/ch"}, "alias"),
         (regex("^/alias/(.*)$", "/chat/\\1"), "alias"),
         (regex("/alias", "/chat"), "alias"),
         (by_template("/chat/{x}"), "alias"),
         ({"path_rewrite": "/chat/%REQ(x-model)%"}, "alias"),
-        (regex("^/alias(/.*)$", "\\1"), "not-judged"),
-        (regex("(.*)", "/images/\\1"), "not-judged"),
-        (by_template("/{x}"), "not-judged"),
-        ({"path_rewrite": "%REQ(x-path)%"}, "not-judged"),
+        (regex("^/alias(/.*)$", "\\1"), "(not-judged)"),
+        (regex("(.*)", "/images/\\1"), "(not-judged)"),
+        (by_template("/{x}"), "(not-judged)"),
+        ({"path_rewrite": "%REQ(x-path)%"}, "(not-judged)"),
+        ({"prefix_rewrite": "/chat/", "cluster_header": "x-cluster"}, "(not-judged)"),
         (regex("^/alias/(.*)$", "/images/\\1"), ""),
         (by_template("/images/{x}"), ""),
         ({"prefix_rewrite": "/images/"}, ""),
+        ({"prefix_rewrite": "/chat/", "cluster": "else"}, ""),
     ],
 )
 def test_every_rewrite_onto_a_guarded_path_is_found(rewrite: Json, code: str, policies: Json) -> None:
-    """By a prefix, an expression, a template or a header."""
-    expected = [(code, code == "alias")] if code else []
+    """By a prefix, an expression, a template or a header, to the same upstream, or to one that requests choose."""
+    document = rewriting({"prefix": "/alias" if rewrite.get("prefix_rewrite") == "/ch" else "/alias/"}, rewrite)
+    if "cluster_header" in rewrite:
+        document = edited(document, drop(f"{ROUTES}/0/route/cluster"))
 
-    assert codes(rewriting({"prefix": "/alias/"}, rewrite), policies) == expected
+    assert codes(document, policies) == [code] * bool(code)
 
 
 def test_a_single_path_that_is_rewritten_is_no_alias() -> None:
@@ -285,150 +511,87 @@ def test_a_single_path_that_is_rewritten_is_no_alias() -> None:
     assert codes(rewriting({"path": "/health"}, {"prefix_rewrite": "/"})) == []
 
 
-def test_a_cluster_that_requests_choose_is_not_judged() -> None:
-    """It may be the guarded upstream, or another."""
-    document = rewriting({"prefix": "/alias/"}, {"prefix_rewrite": "/chat/"})
-    route = find(document, f"{ROUTES}/0/route")
-    del route["cluster"]
-    route["cluster_header"] = "x-cluster"
-
-    assert codes(document) == [("not-judged", False)]
-
-
-def test_a_second_listener_with_wider_routes_is_found() -> None:
-    """A catch-all to the same upstream takes the guarded requests as well as equal routes do."""
-    document = good()
-    listeners = find(document, "/static_resources/listeners")
-    second = copy.deepcopy(listeners[0])
-    second["name"] = "second"
-    manager = second["filter_chains"][0]["filters"][0]["typed_config"]
+def make_listener(routes: Json) -> Json:
+    """Another listener without Loopguard, with these routes."""
+    made = find(good(), "/static_resources/listeners/0")
+    manager = made["filter_chains"][0]["filters"][0]["typed_config"]
     del manager["http_filters"][0]
-    host = manager["route_config"]["virtual_hosts"][0]
-    host["routes"] = host["routes"][1:]
-    listeners.append(second)
-    unknown = copy.deepcopy(document)
-    find(unknown, "/static_resources/listeners/1/filter_chains/0/filters/0/typed_config/route_config/virtual_hosts/0/routes/0")[
-        "match"
-    ] = {"safe_regex": {"regex": "/\\pL+.*"}}
+    manager["route_config"]["virtual_hosts"][0]["routes"] = routes
+    return made | {"name": "second"}
 
-    assert codes(document) == [("second-listener", True)]
-    assert codes(unknown) == [("not-judged", False)]
+
+FIRST, REST = (
+    {key: value for key, value in route.items() if key != "typed_per_filter_config"} for route in find(good(), ROUTES)
+)
+RAW = {"@type": f"{_TYPE}/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy", "stat_prefix": "t", "cluster": "upstream"}
+LISTENERS: dict[str, tuple[Json, list[str]]] = {
+    "the same routes": (make_listener([FIRST, REST]), ["second-listener"]),
+    "wider routes": (make_listener([REST]), ["second-listener"]),
+    "routes of an unknown form": (
+        make_listener([{**REST, "match": {"safe_regex": {"regex": "/\\pL+.*"}}}]),
+        ["(not-judged)"],
+    ),
+    "another path": (make_listener([{"match": {"prefix": "/health"}, "direct_response": {"status": 200}}]), []),
+    "connections": (
+        {"name": "raw", "filter_chains": [{"filters": [{"name": "tcp", "typed_config": RAW}]}]},
+        ["second-listener"],
+    ),
+    "connections that lead elsewhere": (
+        {"name": "raw", "filter_chains": [{"filters": [{"name": "tcp", "typed_config": RAW | {"cluster": "else"}}]}]},
+        [],
+    ),
+    "filters that come later": (
+        {"name": "raw", "filter_chains": [{"filters": [{"name": "x", "config_discovery": {}}]}]},
+        ["(not-judged)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTENERS)
+def test_a_second_listener_to_the_guarded_upstream_is_found(name: str) -> None:
+    """With routes that take guarded requests, or for connections."""
+    listener, expected = LISTENERS[name]
+
+    assert codes(edited(good(), insert("/static_resources/listeners/1", listener)), CHAT) == expected
 
 
 # ---- Notes in bodies that Envoy does not take back
 
 
-def test_notes_need_whole_bodies() -> None:
+@pytest.mark.parametrize(
+    ("mode", "policies", "told"),
+    [
+        ("BUFFERED_PARTIAL", STEERING, ["notes"]),
+        ("BUFFERED_PARTIAL", None, ["(notes)"]),
+        ("BUFFERED_PARTIAL", CHAT, []),
+        ("FULL_DUPLEX_STREAMED", STEERING, []),
+        ("BUFFERED", STEERING, []),
+    ],
+)
+def test_notes_need_whole_bodies(mode: str, policies: Json, told: list[str]) -> None:
     """With BUFFERED_PARTIAL, steering is a warning that no model reads; duplex and policies without notes are fine."""
-    document = good(STEERING)
-    overrides = find(document, f"{ROUTES}/0/typed_per_filter_config/{_NAME}/overrides")
-    find(document, f"{FILTER}/typed_config")["allow_content_length_header"] = True
+    document = edited(
+        good(STEERING),
+        put(f"{_PER_ROUTE}/{_NAME}/overrides/processing_mode/request_body_mode", mode),
+        put(f"{FILTER}/typed_config/allow_content_length_header", value=True),
+    )
 
-    def told(mode: str, policies: Json) -> list[tuple[str, bool]]:
-        overrides["processing_mode"]["request_body_mode"] = mode
-        return [(code, hurts) for code, hurts in codes(document, policies) if code == "notes"]
-
-    assert told("BUFFERED_PARTIAL", STEERING) == [("notes", True)]
-    assert told("BUFFERED_PARTIAL", None) == [("notes", False)]
-    assert told("BUFFERED_PARTIAL", CHAT) == told("FULL_DUPLEX_STREAMED", STEERING) == told("BUFFERED", STEERING) == []
+    assert [code for code in codes(document, policies) if "notes" in code] == told
 
 
 @pytest.mark.parametrize("flags", [["--body-mode", "tolerant"], ["--tolerant-routes", "/chat"], ["--body-mode", "duplex"]])
 def test_envoy_config_says_where_notes_are_lost(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anybody runs it."""
-    (tmp_path / "p.json").write_text(json.dumps(STEERING))
+    file = written(tmp_path / "p.json", STEERING)
 
-    code = main(["envoy-config", "--policy", str(tmp_path / "p.json"), "--upstream", "127.0.0.1:8080", *flags])
+    run = Run(capsys, "envoy-config", "--policy", file, "--upstream", "127.0.0.1:8080", *flags)
 
-    assert code == 0
-    assert ("notes of agents become warnings" in capsys.readouterr().err) == ("duplex" not in flags)
+    assert (run.code, "notes of agents become warnings" in run.err) == (0, "duplex" not in flags)
 
 
 def test_the_sum_says_what_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`findings: 0` alone would call it good."""
-    file = tmp_path / "envoy.json"
-    file.write_text(json.dumps(before({"safe_regex": {"regex": "/c\\pL+.*"}})))
+    run = Run(capsys, "check-envoy", written(tmp_path / "envoy.json", before({"safe_regex": {"regex": "/c\\pL+.*"}})))
 
-    code, out, _ = run(capsys, str(file))
-
-    assert code == 0
-    assert out.endswith("1 of 3 routes guarded; findings: 0 in what could be judged; not judged: 1; notes: 0\n")
-
-
-def test_a_guarded_route_of_unknown_form_leaves_the_rest_open() -> None:
-    """It may take all that the policy selects, so the route behind it is no finding."""
-    document = good()
-    find(document, f"{ROUTES}/0")["match"] = {"safe_regex": {"regex": "/\\pL+.*"}}
-
-    made = report(document, CHAT)
-
-    assert [(item.code, item.place.pointer, list(item.routes)) for item in made.findings] == [
-        ("not-judged", f"{ROUTES}/0/match", ["unguarded"])
-    ]
-
-
-def test_tunnels_to_the_guarded_upstream_are_found() -> None:
-    """By CONNECT, or through a listener for connections; elsewhere, both are good."""
-    connect, forwarding = before({"connect_matcher": {}}), good()
-    cluster = find(forwarding, f"{ROUTES}/0/route")["cluster"]
-    kind = f"{_TYPE}/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy"
-    proxy = {"name": "tcp", "typed_config": {"@type": kind, "stat_prefix": "t", "cluster": cluster}}
-    find(forwarding, "/static_resources/listeners").append({"name": "raw", "filter_chains": [{"filters": [proxy]}]})
-    harmless = copy.deepcopy(forwarding)
-    find(harmless, "/static_resources/listeners/1/filter_chains/0/filters/0/typed_config")["cluster"] = "else"
-    later = copy.deepcopy(forwarding)
-    find(later, "/static_resources/listeners/1/filter_chains/0")["filters"] = [{"name": "x", "config_discovery": {}}]
-    elsewhere = copy.deepcopy(connect)
-    find(elsewhere, f"{ROUTES}/0/route")["cluster"] = "else"
-
-    assert codes(connect) == [("alias", True)]
-    assert codes(forwarding) == [("second-listener", True)]
-    assert codes(later) == [("not-judged", False)]
-    assert codes(harmless) == codes(elsewhere) == []
-
-
-def test_header_rules_of_unknown_form_are_named() -> None:
-    """A rule that may keep a caller's header from Loopguard."""
-
-    def told(pattern: Json) -> list[tuple[str, bool]]:
-        document = good()
-        find(document, f"{FILTER}/typed_config")["forward_rules"] = {"disallowed_headers": {"patterns": [pattern]}}
-        return codes(document, CHAT)
-
-    assert told({"safe_regex": {"regex": "x-\\pL+-id"}}) == told({"custom": {"name": "their"}}) == [("not-judged", False)]
-    assert told({"safe_regex": {"regex": "x-.*-id"}}) == told({"contains": "user"}) == [("caller-headers", True)]
-    assert told({"safe_regex": {"regex": "y-\\pL+"}}) == told({"suffix": "x"}) == []
-
-
-def test_token_rules_of_unknown_form_are_named() -> None:
-    """A rule of jwt_authn that may cover the route, or not."""
-    claims = bundle(policy("p", {"pathPrefix": "/chat"}, limit_keys=["jwt:sub"]))
-
-    def told(*rules: Json) -> list[tuple[str, bool]]:
-        document = good(claims)
-        kind = f"{_TYPE}/envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
-        config = {"@type": kind, "providers": {"idp": {"payload_in_metadata": "claims", "forward": True}}, "rules": list(rules)}
-        find(document, f"{MANAGER}/http_filters").insert(0, {"name": "jwt", "typed_config": config})
-        return codes(document, claims)
-
-    unknown = {"match": {"safe_regex": {"regex": "/\\pL+"}}, "requires": {"provider_name": "idp"}}
-
-    assert told(unknown) == [("not-judged", False)]
-    assert told(unknown, {"match": {"prefix": "/"}, "requires": {"provider_name": "idp"}}) == []
-    assert told({"match": {"safe_regex": {"regex": "/other/\\pL+"}}, "requires": {}}) == [("jwt", True)]
-
-
-def test_a_port_in_the_host_must_lead_to_the_same_routes() -> None:
-    """A policy's hosts are without ports; Envoy's domains are not, unless it ignores them."""
-    policies = bundle(policy("p", {"pathPrefix": "/chat", "hosts": ["api.example"]}, limit_keys=["header:x"]))
-    document = good()
-    hosts = find(document, f"{MANAGER}/route_config/virtual_hosts")
-    hosts[0]["domains"] = ["api.example"]
-    hosts.append({"name": "rest", "domains": ["*"], "routes": [{**hosts[0]["routes"][1], "name": "open"}]})
-    ignoring, named, closed = copy.deepcopy(document), copy.deepcopy(document), copy.deepcopy(document)
-    find(ignoring, f"{MANAGER}/route_config")["ignore_port_in_host_matching"] = True
-    find(named, f"{MANAGER}/route_config/virtual_hosts/0")["domains"] = ["api.example", "api.example:*"]
-    find(closed, f"{MANAGER}/route_config/virtual_hosts").pop()
-
-    assert codes(document, policies) == [("host-port", True)]
-    assert codes(ignoring, policies) == codes(named, policies) == codes(closed, policies) == []
+    assert run.code == 0
+    assert run.out.endswith("1 of 3 routes guarded; findings: 0 in what could be judged; not judged: 1; notes: 0\n")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
-from itertools import pairwise
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
 
-from extproc.cli.loop_screen import COLUMNS, LoopScreen, list_commands, write_number
-from extproc.operator.admin.row_states import write_age
+from tests.support.answering import answering, reply
+from tests.support.command import Run
 
 AT = "2026-11-02T03:14:00Z"
 CALLER, SESSION = "9f2c51a07be3d418", "5a0c93e1bb7f2d64"
@@ -48,43 +48,76 @@ def make_report(*rows: dict[str, Any], incidents: tuple[dict[str, Any], ...] = (
     """The JSON of `/loops` about these rows."""
     total = {**make_row(), "conversations": len(rows), "looping": 1, "callers": 2}
     return {
-        "at": AT, "replicas": ["a", "b"], "problem": None, "known": len(rows), "total": total, "conversations": list(rows),
+        "at": AT, "replica": "a", "replicas": ["a", "b"], "problem": None,
+        "known": len(rows), "total": total, "conversations": list(rows),
         "incidents": list(incidents), "coverage": [], "estimate": "input tokens are estimated: one per 4 bytes of a body",
     }  # fmt: skip
 
 
-def show(report: dict[str, Any], width: int, *commands: str) -> list[str]:
-    """The lines on a terminal of this width."""
-    console = Console(width=width, file=io.StringIO(), force_terminal=False, color_system=None)
-    console.print(LoopScreen(report, commands), end="", crop=False)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
+Show = Callable[..., list[str]]
+NO_BUDGETS: dict[str, Any] = {
+    "replica": "a", "replicas": ["a", "b"], "problem": None,
+    "known": 0, "exist": False, "note": None, "total": {}, "budgets": [],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [80, 81, 99, 100, 120, 140, 160, 200, 250])
-def test_no_row_wraps_or_is_wider_than_the_terminal(width: int) -> None:
-    """Each conversation and each failing tool is one line, and so is the head of the table."""
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
+    """Prints the lines on a terminal of this width; the server's URL is `URL` there."""
+
+    def run(report: object, width: int, *flags: str, budgets: Mapping[str, Any] = NO_BUDGETS) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        with answering({"/loops": reply(report), "/budgets": reply({**NO_BUDGETS, **budgets})}) as url:
+            found = Run(capsys, "top", "--once", "--admin", url, *flags)
+        assert found.code == 0, found.err
+        return found.out.replace(url, "URL").splitlines()
+
+    return run
+
+
+COLUMNS = [
+    "what repeats",
+    "per min",
+    "since",
+    "now",
+    "caller",
+    "spent",
+    "spared",
+    "last",
+    "session",
+    "cause",
+    "policies",
+    "orders",
+]
+WIDTHS = {80: 5, 81: 5, 99: 5, 100: 6, 110: 7, 120: 8, 140: 9, 160: 10, 190: 11, 249: 11, 250: 12}
+"""The number of columns on terminals of these widths."""
+WHOLE = ["$20.50", "2h12m", "steer", CALLER, "$1.2k", "<$0.01", "0s", SESSION, "same arguments", "agents, agents-canary"]
+"""The first row behind what repeats."""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_row_wraps_or_is_wider_than_the_terminal(width: int, show: Show) -> None:
+    """Each conversation and each failing tool is one line, as is the head; wider terminals have more columns, none narrower."""
     lines = show(make_report(*ROWS, incidents=(INCIDENT,)), width)
 
     assert all(cell_len(line) <= width for line in lines)
-    head = next(place for place, line in enumerate(lines) if line.startswith("what repeats"))
-    assert len(lines) == head + 1 + 5 + 2
+    assert len(lines) == 2 + 1 + 5 + 2
+    assert lines[2].split() == " ".join(COLUMNS[: WIDTHS[width]]).split()
+    assert [word for word in WHOLE[: WIDTHS[width] - 1] if word not in lines[4]] == []
 
 
-def test_eighty_columns_have_what_matters() -> None:
-    """What repeats, what it costs now, since when, what is done, and who: whole, unless clients' names are longer."""
-    lines = show(make_report(*ROWS, incidents=(INCIDENT,)), 80)
+def test_eighty_columns_have_what_matters(show: Show) -> None:
+    """What repeats, what it costs now, since when, what is done, and who: whole where there is room."""
+    failing, first, second, third, fourth = show(make_report(*ROWS, incidents=(INCIDENT,)), 80)[3:8]
 
-    head, failing, first, second, third, fourth = lines[2:8]
-    assert head.split() == ["what", "repeats", "per", "min", "since", "now", "caller"]
     assert failing.split()[-5:] == ["wait", "4321", "in", "120", "callers"]
     assert first.split() == ["search_the_web", "$20.50", "2h12m", "steer", CALLER]
     assert "allowed 1d00h" in second
     assert second.rstrip().endswith("x-user-id=somebody…")
-    assert "~20k tok" in third or "~21k tok" in third
-    assert "(would reject)" in third
-    assert "reject" in fourth
-    assert "\x1b" not in fourth
+    assert re.search(r"~2[01]k tok .*\(would reject\)", third)
+    assert ("reject" in fourth, "\x1b" in fourth) == (True, False)
+    assert "x-user-id=somebody.with.a." in "\n".join(show(make_report(*ROWS), 160))
+    assert "allow by eve@laptop until 03:14" in "\n".join(show(make_report(*ROWS), 250))
 
 
 def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a row
@@ -98,74 +131,56 @@ def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of 
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_the_tightest_budgets_stand_below_the_loops(width: int) -> None:
-    """In a line each that never wraps; a line says that no caller has used any; without budgets, there is nothing."""
+def test_the_tightest_budgets_stand_below_the_loops(width: int, show: Show) -> None:
+    """In a line each that never wraps, with their commands."""
     total = {"callers": 2, "used_up": 0, "open_breakers": 1, "refused": 3}
     rows = [make_budget(), make_budget(rule="circuit_breaker", open=True, reset_seconds=None, unit=None, mode="shadow")]
-    budgets = {"known": 2, "exist": True, "note": None, "total": total, "budgets": rows}
-    report = make_report(*ROWS)
+    budgets = {"known": 2, "exist": True, "total": total, "budgets": rows}
 
-    lines = show({**report, "budgets": budgets}, width)
+    lines = show(make_report(*ROWS), width, budgets=budgets)
+
     place = lines.index("budgets of 2 callers: 0 used up, 3 refused, 1 open breaker")
-
     assert lines[place + 1].startswith("  open  team/circuit_breaker (shadow)")
     assert lines[place + 2].startswith("  91 %  team/dollars  4.5 of 50 dollars left, whole in 2h00m  3 refused")
     assert all(cell_len(line) <= width for line in lines)
-    assert "budgets: nothing yet" in show(
-        {**report, "budgets": {**budgets, "known": 0, "budgets": [], "note": "nothing yet"}}, 80
-    )
-    unused = {**budgets, "known": 0, "exist": False, "budgets": []}
-    assert show({**report, "budgets": unused}, width) == show(report, width)
-    assert "loopguard grant --amount 5 --admin x" in list_commands({**report, "budgets": budgets}, " --admin x")
+    assert "loopguard grant --amount 5 --admin URL" in show(make_report(*ROWS), 80, "--commands", budgets=budgets)
 
 
-def test_wider_terminals_say_more() -> None:
-    """Columns are added, none goes, and cells get the room that is left."""
-    heads = [next(line for line in show(make_report(*ROWS), width) if "what repeats" in line) for width in (80, 120, 160, 250)]
-
-    names = [[column.name for column in COLUMNS if column.name in head] for head in heads]
-    assert [len(each) for each in names] == [5, 8, 10, 12]
-    assert all(more[: len(less)] == less for less, more in pairwise(names))
-    wide = "\n".join(show(make_report(*ROWS), 160))
-    assert "x-user-id=somebody.with.a." in wide
-    assert SESSION in wide
-    assert "allow by eve@laptop until 03:14" in "\n".join(show(make_report(*ROWS), 250))
+def test_budgets_without_use_are_said_or_left_out(show: Show) -> None:
+    """A line says that no caller has used any; without budgets, there is nothing."""
+    assert "budgets: nothing yet" in show(make_report(*ROWS), 80, budgets={"exist": True, "note": "nothing yet"})
+    assert not [line for line in show(make_report(*ROWS), 80) if "budget" in line]
 
 
-def test_columns_fit_the_narrowest_terminal_that_has_them() -> None:
-    """Otherwise they would be narrowed, whatever is in them."""
-    for width in sorted({max(80, column.least) for column in COLUMNS}):
-        shown = [column for column in COLUMNS if width >= column.least]
-        assert sum(column.width + 1 for column in shown) - 1 <= width, width
-
-
-def test_commands_are_whole_lines_below_what_they_are_about() -> None:
+def test_commands_are_whole_lines_below_what_they_are_about(show: Show) -> None:
     """They can be copied, also where the terminal is narrow, with the servers that `top` asks."""
-    report = make_report(*ROWS)
-
-    lines = show(report, 60, *list_commands(report, " --admin unix:/run/guard.sock"))
+    lines = show(make_report(*ROWS), 60, "--commands")
 
     place = lines.index(f"# search_the_web  {CALLER}")
-    assert lines[place + 1] == f"{ROWS[0]['commands']['stop']} --admin unix:/run/guard.sock"
+    assert lines[place + 1] == f"{ROWS[0]['commands']['stop']} --admin URL"
     assert [line for line in lines if line.startswith("#")][-1].endswith("  \\x1b[2J team")
 
 
-def test_a_failing_tool_and_standing_orders_have_their_commands() -> None:
+def test_a_failing_tool_and_standing_orders_have_their_commands(show: Show) -> None:
     """A tool's are about all its callers; who gave an order, until when and why stands below what it is about."""
     stop = {"stop": "loopguard block --tool crm.find --for 30m"}
     order = {**ORDER, "reason": "incident 7\nloopguard kill --caller x"}
     report = make_report(make_row(orders=[order]), incidents=({**INCIDENT, "commands": stop},))
 
-    lines = list_commands(report, "")
+    lines = show(report, 200, "--commands")
 
-    assert lines[:4] == ["", f"# {INCIDENT['tool']} fails for 4321 sessions of 120 callers", stop["stop"], ""]
-    assert lines[4:6] == [
+    place = lines.index(f"# {INCIDENT['tool']} fails for 4321 sessions of 120 callers")
+    assert lines[place - 1 : place + 5] == [
+        "",
+        f"# {INCIDENT['tool']} fails for 4321 sessions of 120 callers",
+        f"{stop['stop']} --admin URL",
+        "",
         f"# search_the_web  {CALLER}",
         "# order: allow by eve@laptop until 2026-11-03T03:14:00Z: incident 7 loopguard kill --caller x",
     ]
 
 
-def test_a_block_holds_whatever_a_newer_order_allows() -> None:
+def test_a_block_holds_whatever_a_newer_order_allows(show: Show) -> None:
     """That is what is shown as done now."""
     block = {**ORDER, "kind": "block", "ends": "2026-11-02T03:35:00Z"}
 
@@ -174,27 +189,37 @@ def test_a_block_holds_whatever_a_newer_order_allows() -> None:
     assert "blocked 21m" in next(line for line in lines if line.startswith("search_the_web"))
 
 
-def test_nothing_to_show() -> None:
-    """No table, and words that say which nothing it is."""
-    none = make_report()
-    other = {**make_report(), "known": 1}
-
-    assert show(none, 80)[0] == "no loop in the last hour; 2 replicas"
-    assert show(other, 80)[0] == "none of 1 loop matches"
-    assert not any("what repeats" in line for line in show(none, 80))
-
-
 @pytest.mark.parametrize(
-    ("number", "written"),
-    [(0, "0"), (999, "999"), (999.6, "1.0k"), (1_234, "1.2k"), (12_345, "12k"), (999_600, "1.0M"), (4e6, "4.0M"), (5e12, "5T")],
+    ("known", "told"), [(0, "no loop in the last hour; 2 replicas"), (1, "none of 1 loop matches")], ids=["none", "none of one"]
 )
-def test_numbers_are_short(number: float, written: str) -> None:
-    """At most five characters."""
-    assert write_number(number) == written
+def test_no_table_where_there_is_nothing_to_show(known: int, told: str, show: Show) -> None:
+    """Words say which nothing it is."""
+    lines = show({**make_report(), "known": known}, 80)
+
+    assert (lines[0], len(lines)) == (told, 2)
 
 
-def test_ages_are_short() -> None:
-    """At most six characters, for a month."""
-    assert [write_age(seconds) for seconds in (-1, 59, 60, 3_599, 3_600, 86_399, 86_400, 30 * 86_400)] == [
-        "0s", "59s", "1m", "59m", "1h00m", "23h59m", "1d00h", "30d00h",
-    ]  # fmt: skip
+SHORT = [
+    (1, "1", -1, "0s"),
+    (999, "999", 59, "59s"),
+    (999.6, "1.0k", 60, "1m"),
+    (1_234, "1.2k", 3_599, "59m"),
+    (12_345, "12k", 3_600, "1h00m"),
+    (999_600, "1.0M", 86_399, "23h59m"),
+    (4e6, "4.0M", 86_400, "1d00h"),
+    (5e12, "5T", 30 * 86_400, "30d00h"),
+]
+"""Tokens, seconds, and how they are written."""
+
+
+def test_numbers_and_ages_are_short(show: Show) -> None:
+    """At most five and six characters."""
+    at = datetime.fromisoformat(AT)
+    rows = [
+        make_row(cost_per_minute_usd=None, input_tokens_per_minute=tokens, first_seen=(at - timedelta(seconds=age)).isoformat())
+        for tokens, _, age, _ in SHORT
+    ]
+
+    lines = [line.split()[1:4] for line in show(make_report(*rows), 80) if line.startswith("search_the_web")]
+
+    assert lines == [[f"~{number}", "tok", age] for _, number, _, age in SHORT]

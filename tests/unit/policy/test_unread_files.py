@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli.main import main
 from extproc.metrics import Metrics
+from extproc.policy.bundle import make_schema
 from extproc.policy.files import find_unread
 from extproc.reload import Reloader
 from extproc.settings import Settings
+from tests.support.command import Run, written
 from tests.support.documents import policy
 
 UNREAD = ("LEGAL.JSON", "agents", "policies.jsonl", "search.yaml", "shop.jsonc", "team/ops.yml", "team/ops.json.disabled")
@@ -23,60 +24,47 @@ WHY = "is not read: policies are JSON, in files whose names end in .json"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One policy that is read, and files beside it."""
+    """One policy that is read, the schema that it names, and files beside them."""
     for name in (*UNREAD, *PROSE):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    (tmp_path / "agents.json").write_text(json.dumps(policy("a", {"pathPrefix": "/"}, limit_keys=["jwt:org"])))
+    written(tmp_path / "agents.json", {"$schema": "./s.json", **policy("a", {"pathPrefix": "/"}, limit_keys=["jwt:org"])})
+    (tmp_path / "s.json").write_text(json.dumps(make_schema()))
     return tmp_path
 
 
 def test_only_possible_policies_are_named(folder: Path) -> None:
     """Documentation, hidden files and leftovers of editors are not."""
-    found = find_unread([str(folder)])
-
-    assert sorted(error.file for error in found) == sorted(str(folder / name) for name in UNREAD)
+    assert sorted(error.file for error in find_unread([str(folder)])) == sorted(str(folder / name) for name in UNREAD)
     assert find_unread([str(folder / "search.yaml")]) == []
 
 
-@pytest.mark.parametrize("flags", [[], ["--strict"]])
-def test_validate_names_unread_files(folder: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """As warnings, and with `--strict` as errors."""
-    code = main(["validate", *flags, str(folder)])
-    printed = capsys.readouterr()
+@pytest.mark.parametrize(("flags", "start"), [([], "warning: "), (["--strict"], "")])
+def test_validate_names_unread_files(flags: list[str], start: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As warnings, and with `--strict` as errors; the schema is none of them, and has no policies."""
+    run = Run(capsys, "validate", *flags, str(folder))
 
-    start = "" if flags else "warning: "
-    assert code == len(flags)
-    assert {f"{start}{folder / name}: /: {WHY}" for name in UNREAD} <= set(printed.err.splitlines())
-    assert printed.out == ("" if flags else "good: 1 policy in 1 file\n")
+    assert (run.code, run.out) == (len(flags), "" if flags else "good: 1 policy in 2 files\n")
+    assert {f"{start}{folder / name}: /: {WHY}" for name in UNREAD} <= set(run.err.splitlines())
+    assert flags or f"note: {folder / 's.json'}: /: is a JSON Schema, so it has no policies" in run.err
 
 
-def test_a_folder_without_json_names_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the error that nothing is read at all."""
-    (tmp_path / "shop.yaml").write_text("id: shop")
+def test_other_commands_name_unread_files(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As every command that reads policies does, also beside the error that nothing is read at all."""
+    explained = Run(capsys, "explain", "--policy", str(folder), "http://localhost/v1/models")
+    empty = Run(capsys, "validate", str(tmp_path / "team"))
 
-    assert main(["validate", str(tmp_path)]) == 1
-    assert f"warning: {tmp_path / 'shop.yaml'}: /: {WHY}" in capsys.readouterr().err
-
-
-def test_explain_names_unread_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As every command that reads policies does."""
-    main(["explain", "--policy", str(folder), "http://localhost/v1/models"])
-
-    assert f"{folder / 'search.yaml'}: /: {WHY}" in capsys.readouterr().err
+    assert f"{folder / 'search.yaml'}: /: {WHY}" in explained.err
+    assert (empty.code, f"warning: {tmp_path / 'team/ops.yml'}: /: {WHY}" in empty.err) == (1, True)
 
 
 def test_serve_names_each_unread_file_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At start and when one appears, not at every reload."""
-
-    def count(name: str) -> int:
-        return [record.getMessage() for record in caplog.records].count(f"{folder / name}: /: {WHY}")
-
     with caplog.at_level(logging.WARNING, "loopguard"):
         reloader = Reloader(Settings(policy=(str(folder),)), Metrics())
         asyncio.run(reloader.reload(lambda _: None))
         (folder / "late.yaml").write_text("{}")
-        asyncio.run(reloader.reload(lambda _: None))
-        asyncio.run(reloader.reload(lambda _: None))
+        for _ in range(2):
+            asyncio.run(reloader.reload(lambda _: None))
 
-    assert [count(name) for name in (*UNREAD, "late.yaml")] == [1] * (len(UNREAD) + 1)
+    assert [caplog.messages.count(f"{folder / name}: /: {WHY}") for name in (*UNREAD, "late.yaml")] == [1] * (len(UNREAD) + 1)
