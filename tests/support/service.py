@@ -123,10 +123,16 @@ class RecordingStore(FailingStore):
         return super().push(pushes, now)
 
 
-def make_service(*policies: Mapping[str, Any], store: Store | None = None, **settings: Any) -> Service:  # noqa: ANN401
-    """A service for one bundle."""
+def make_service(
+    *policies: Mapping[str, Any],
+    store: Store | None = None,
+    local: MemoryStore | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> Service:
+    """A service for one bundle; `local` decides while the store is away."""
     metrics = Metrics()
-    local = MemoryStore(metrics)
+    if local is None:
+        local = MemoryStore(metrics)
     return Service(make_engine(*policies), local if store is None else store, local, metrics, Settings(**settings))
 
 

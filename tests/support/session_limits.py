@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.sessions.rates import Usage
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange
+from tests.support.service import decoded, exchange, metadata_of
 from tests.support.turn_writers import Did, as_chat, as_responses
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
@@ -48,3 +51,26 @@ def status(answer: ProcessingResponse) -> int:
 def told(answer: ProcessingResponse) -> dict[str, Any]:
     """What the body of a refusal says about its limit."""
     return dict(json.loads(answer.immediate_response.body)["detail"])
+
+
+def limit_of(answer: ProcessingResponse) -> tuple[str, float, float]:
+    """Which limit refuses a request, how much of it is used and how much is allowed."""
+    said = told(answer)
+    return said["limit"], said["used"], said["allowed"]
+
+
+def send(service: Service, bodies: Sequence[bytes], **more: str) -> list[int]:
+    """What becomes of requests, one after the other."""
+    return [status(ask(service, data, **more)) for data in bodies]
+
+
+def changed(answer: ProcessingResponse) -> dict[str, Any]:
+    """The body that goes on, if it was edited; empty if not."""
+    response = answer.request_body.response
+    return dict(json.loads(response.body_mutation.body)) if response.HasField("body_mutation") else {}
+
+
+def settle(service: Service, answer: ProcessingResponse, usage: Usage, status: int = 200, **named: object) -> None:
+    """The access log's entry about a request that went on; `named` replaces what it says of the session."""
+    sessions = tuple({**each, **named} for each in json.loads(metadata_of(answer)["sessions"]))
+    service.settle_entry(Entry(sessions, status, status >= 500, 0, 0, "", usage, estimated=False, refused=False))
