@@ -190,7 +190,6 @@ def test_one_answer_cannot_pass_a_tool_s_limit(most: int, used: int, held: bool)
 
 
 def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
-    """4, ours: each API has its own way."""
     service = make_service(limited(max_calls_per_tool={"scan": 1}))
     sent = {**as_anthropic([]), "tools": [{"name": "scan", "input_schema": {"type": "object"}}]}
 
@@ -274,7 +273,6 @@ def test_requests_at_once_do_not_all_run_on_the_last_dollar(asked: dict[str, Any
     ],
 )
 def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, asked: Any) -> None:  # noqa: ANN401  # JSON
-    """5, ours: `usage: request` asks for it where the API has a switch for that; nothing else in the body changes."""
     sent = {**json.loads(show([])), **options}
     data = json.dumps(sent).encode()
     given: list[tuple[Any, dict[str, Any]]] = [(asked, {"usage": "request"}), (None, {})]
@@ -288,7 +286,6 @@ def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, ask
 
 
 def test_a_request_that_only_waits_for_others_may_be_sent_again() -> None:
-    """5, ours: while open requests may use up the rest, others are told to wait; that does not break the circuit."""
     limits: dict[str, Any] = {"max_cost_per_session": 1.0, "prices": PRICES, "circuit_breaker": {"consecutive_blocks": 2}}
     service = make_service(limited(**limits, reject_status=402))
     dear = json.loads(show([])) | {"max_tokens": 30_000}
@@ -391,7 +388,6 @@ def test_the_state_of_a_session_can_be_read_while_it_runs() -> None:
 
 
 def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
-    """Ours: a step shows the tools that ran before it, and how many of their results are errors, marked or in words."""
     service = make_service(limited(max_steps=9))
     did = Did((("scan", {"n": 1}), ("search", {"n": 1})), ("Error: no such host", "3 found"), number=1)
     for sent in (as_chat([did]), as_chat([did, did._replace(number=2, results=("ok", "ok"))])):
@@ -434,7 +430,6 @@ def test_a_tool_with_no_calls_needs_a_person() -> None:
 
 
 def test_the_refusal_and_the_event_say_what_asks_and_how_to_grant_it() -> None:
-    """Ours: the command that both print lets this session go on, and only this one."""
     service = make_service(limited(max_calls_per_tool={"refund": 0}))
     steps: list[Calls] = [[("refund", 1), ("refund", 2)]]
 

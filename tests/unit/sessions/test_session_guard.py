@@ -70,7 +70,6 @@ def test_steps_are_requests_that_were_let_through() -> None:
 
 
 def test_the_report_of_a_run_has_each_of_its_requests() -> None:
-    """Replicas tell each other calls by a part of their names, and that part tells the calls of one process apart."""
     service = make_service(limited(max_steps=9))
 
     send(service, [turns(n) for n in range(3)])
@@ -80,7 +79,6 @@ def test_the_report_of_a_run_has_each_of_its_requests() -> None:
 
 
 def test_a_shadow_session_is_reported_beside_a_policy_that_needs_no_body() -> None:
-    """If the enforcing policy has answered the headers, and only the body is awaited, sessions are still limited."""
     service = make_service(policy("p", ANY, body="ignore"), limited("shadow", max_steps=9))
 
     answer = ask(service, turns(1))
@@ -90,7 +88,6 @@ def test_a_shadow_session_is_reported_beside_a_policy_that_needs_no_body() -> No
 
 
 def test_a_model_in_a_path_may_be_no_text() -> None:
-    """Bytes that are no UTF-8 are spelled, and the access log repeats them: no client gets past a limit with them."""
     service = make_service(limited(max_steps=1))
     named = headers("/v1beta/models/MM:generateContent", x_team="t", x_session_id="s").SerializeToString()
     stream = Stream(service)
@@ -104,7 +101,6 @@ def test_a_model_in_a_path_may_be_no_text() -> None:
 
 
 def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
-    """It is final for clients: nothing says when to come back."""
     service = make_service(limited(max_steps=1))
 
     refused = [ask(service, turns(number)) for number in (1, 2)][-1]
@@ -196,7 +192,6 @@ def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixtu
     ids=["refused", "warned", "recorded"],
 )
 def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any], record: bool) -> None:
-    """A request can be found by its fingerprint, whatever the limits have done with it."""
     service, detector = make_service(limited(**limits), record=record), policy("p", ANY, limit_keys=["header:x-team"])
     send(service, [turns(0)])
 
@@ -206,7 +201,6 @@ def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any]
 
 
 def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
-    """Where a policy has limits of sessions alone, one request can be told from others to be blocked."""
     service, now = make_service(limited(max_steps=9), record=True), time()
     fingerprint = metadata_of(ask(service, turns(2)))["fingerprint"]
     service.overrides = Overrides([ActiveOverride("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
@@ -215,7 +209,6 @@ def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
 
 
 def test_payment_required_says_what_clients_take_for_final() -> None:
-    """With reject_status 402 the error has the code of a quota that is used up."""
     service = make_service(limited(max_steps=1, reject_status=402))
 
     assert send(service, [turns(1), turns(2)]) == [200, 402]
@@ -254,7 +247,6 @@ def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
 
 
 def test_names_of_calls_are_random() -> None:
-    """They are 128 bits, each set as often as not; a call is settled once, under its name."""
     service = make_service(limited(max_cost_per_session=100_000, prices=PRICES))
     answers = [ask(service, b"{}", session=str(number)) for number in range(1_000)]
     names = [bytes.fromhex(json.loads(metadata_of(answer)["sessions"])[0]["call"]) for answer in answers]
@@ -271,7 +263,6 @@ def test_names_of_calls_are_random() -> None:
 
 @pytest.mark.parametrize("call", ["", "00" * 8, "00" * 17, "g0" * 16, 7, None])
 def test_what_is_no_name_of_a_call_is_dropped(call: object) -> None:
-    """Whatever an entry of the access log has in place of a name."""
     service = make_service(limited(max_cost_per_session=100, prices=PRICES))
 
     settle(service, ask(service, b"{}"), Usage(9, 9), call=call)
@@ -280,7 +271,6 @@ def test_what_is_no_name_of_a_call_is_dropped(call: object) -> None:
 
 
 def test_a_request_that_a_detector_refuses_is_no_step() -> None:
-    """It counts as a refusal of the session."""
     document = limited(max_steps=3, circuit_breaker={"consecutive_blocks": 2})
     document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
     service = make_service(document)
@@ -290,7 +280,6 @@ def test_a_request_that_a_detector_refuses_is_no_step() -> None:
 
 
 def test_what_nothing_tells_apart_is_not_limited() -> None:
-    """That is counted; a policy that lets nothing pass uncounted refuses it."""
     service = make_service(limited(max_steps=1))
     strict = limited(max_steps=1)
     strict["spec"]["uncountable"] = "reject"
@@ -302,7 +291,6 @@ def test_what_nothing_tells_apart_is_not_limited() -> None:
 
 @pytest.mark.parametrize("key", BUDGET_KEYS)
 def test_what_clients_send_anyway_names_a_session(key: str) -> None:
-    """Each header and each field by itself is enough, and each value is a session of its own."""
     service = make_service(limited(max_steps=1))
     source, _, name = key.partition(":")
 
@@ -319,7 +307,6 @@ def test_what_clients_send_anyway_names_a_session(key: str) -> None:
 
 @pytest.mark.parametrize("similarity", ["exact", "turns"])
 def test_each_policy_looks_for_the_name_of_a_session_in_its_own_places(similarity: str) -> None:
-    """What one policy has read of a request is no other's, also where a detector of it asks for the name as well."""
     keys = {"first": "header:x-run", "second": "header:x-session-id", "third": "body:/run"}
     policies = [policy(name, ANY, similarity=similarity, limit_keys=["header:x-team"]) for name in keys]
     for made, key in zip(policies, keys.values(), strict=True):
@@ -333,7 +320,6 @@ def test_each_policy_looks_for_the_name_of_a_session_in_its_own_places(similarit
 
 
 def test_whose_a_session_is_says_its_own_policy() -> None:
-    """A policy before it may tell callers apart by something else."""
     service = make_service(policy("first", ANY, limit_keys=["header:x-user"]), limited(max_steps=9))
 
     ask(service, turns(1), team="t", x_user="u")
@@ -353,7 +339,6 @@ def test_new_session_per_request_is_never_refused() -> None:
 
 
 def test_shadow_limits_watch_and_count_apart() -> None:
-    """No request is refused, and what would have been is counted."""
     service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="finish"))
 
     answers = [ask(service, turns(number)) for number in range(1, 4)]
@@ -365,7 +350,6 @@ def test_shadow_limits_watch_and_count_apart() -> None:
 
 
 def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
-    """`escalate` lets requests through with a note from the given step on."""
     service = make_service(limited(max_steps=4, escalate={"warn": {"max_steps": 2}, "steer": {"max_steps": 3}}))
 
     answers = [ask(service, turns(number)) for number in range(1, 6)]
@@ -380,7 +364,6 @@ def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
 
 
 def test_a_body_that_cannot_be_read_is_a_step_all_the_same() -> None:
-    """Whatever a client does to its body, the steps of its session count, and what could not be looked at is counted too."""
     service = make_service(limited(max_steps=2))
 
     assert send(service, [b"\x00", b"\x01", b"\x02"], content_encoding="br") == [200, 200, 429]
@@ -417,7 +400,6 @@ def test_finish_forbids_the_tools_for_a_last_answer() -> None:
 
 
 def test_a_tool_that_is_used_up_is_offered_no_more_in_either_mode() -> None:
-    """The other tools stay; if it is called anyway, the next request is refused."""
     service = make_service(limited(max_calls_per_tool={"issue_refund": 1}))
     offered = [TOOL, {"type": "function", "function": {"name": "issue_refund", "parameters": {}}}]
 
@@ -428,7 +410,6 @@ def test_a_tool_that_is_used_up_is_offered_no_more_in_either_mode() -> None:
 
 
 def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
-    """Where its tools cannot be taken away: nothing may be called that has no budget."""
     service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="finish"))
     bedrock = {
         "messages": [
@@ -452,7 +433,6 @@ def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
 
 
 def test_a_note_goes_into_what_was_narrowed() -> None:
-    """A request can lose its tools and be told what is left of its steps."""
     limits: dict[str, Any] = {
         "max_steps": 3,
         "max_tool_calls": 1,
@@ -468,7 +448,6 @@ def test_a_note_goes_into_what_was_narrowed() -> None:
 
 
 def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A request without a session is told which headers and fields would have named one."""
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(limited(max_steps=1, session={"keys": ["header:x-run", "body:/run"]})))
 
