@@ -132,8 +132,6 @@ READERS = {
     "tests/unit/operator/test_overrides.py": 1,
     "tests/unit/operator/test_table.py": 2,
     "tests/unit/request/test_notes.py": 2,
-    "tests/unit/sessions/test_history.py": 11,
-    "tests/unit/sessions/test_rates.py": 1,
     "tests/unit/test_bounded.py": 4,
     "tests/unit/test_reload.py": 4,
     "tests/unit/transport/test_headers.py": 2,
