@@ -115,6 +115,11 @@ class MemoryStore:
         """The number of entries, some of which may have expired."""
         return self._entries + len(self._chains) + len(self._budgets)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all values, without unpacked ledgers and budgets."""
+        return self._bytes + self._chains.size
+
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now

@@ -17,13 +17,17 @@ _SWEEP: Final = 4
 
 
 class MemoryChains:
-    """Values by key, each of one kind."""
+    """Values by key, each of one kind.
+
+    Attributes:
+        size: bytes of all values.
+    """
 
     def __init__(self, max_bytes: int, on_evicted: Callable[[], object]) -> None:
         """Start empty; `on_evicted` is called for each value that is dropped for lack of room."""
         self._max_bytes = max_bytes
         self._on_evicted = on_evicted
-        self._bytes = 0
+        self.size = 0
         self._kinds: list[OrderedDict[str, bytes]] = [OrderedDict(), OrderedDict(), OrderedDict()]
 
     def __len__(self) -> int:
@@ -48,11 +52,11 @@ class MemoryChains:
         """Keep a value for this many milliseconds, as the most recently written of its kind."""
         for kind in self._kinds:
             if key in kind:
-                self._bytes -= len(kind.pop(key)) + OVERHEAD
+                self.size -= len(kind.pop(key)) + OVERHEAD
                 break
         self._kinds[0 if life <= CUT_MS else 1 if life <= FIRST_MS else 2][key] = value
-        self._bytes += len(value) + OVERHEAD
-        while self._bytes > self._max_bytes:
+        self.size += len(value) + OVERHEAD
+        while self.size > self._max_bytes:
             kind = next((kind for kind in self._kinds if kind), self._kinds[0])
             self._drop_oldest(kind)
             self._on_evicted()
@@ -68,4 +72,4 @@ class MemoryChains:
 
     def _drop_oldest(self, kind: OrderedDict[str, bytes]) -> None:
         _, value = kind.popitem(last=False)
-        self._bytes -= len(value) + OVERHEAD
+        self.size -= len(value) + OVERHEAD

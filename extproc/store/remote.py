@@ -104,6 +104,11 @@ class RemoteStore:
         self._assign()
         self._only = self._by_part[0] if len(self._by_part) == 1 else None
 
+    @property
+    def tags(self) -> Sequence[str]:
+        """Hash tags over which keys are spread; empty for a single server."""
+        return self._layout.tags
+
     async def start(self) -> None:
         """Try each server once, so that a wrong address or password is reported at the start, not by the first request."""
         tried: list[Shard] = []

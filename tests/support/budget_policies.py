@@ -91,6 +91,15 @@ def chat(text: str, **more: object) -> bytes:
 
 def tell(service: Service, answer: ProcessingResponse, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
     """What Envoy logs about a request that was answered so."""
-    sessions = json.loads(metadata_of(answer)["sessions"])
-    for read in read_message(log({"sessions": sessions, **entry}))[0]:
+    settle(service, sessions=json.loads(metadata_of(answer)["sessions"]), **entry)
+
+
+def settle(service: Service, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
+    """An entry of Envoy's log."""
+    for read in read_message(log(entry))[0]:
         service.settle_entry(read)
+
+
+def tokens_left(service: Service) -> int:
+    """What is left before a request of one token, which takes it."""
+    return int(metadata_of(ask(service, content=chat("", max_tokens=1)))["ratelimit_remaining"]) + 1

@@ -105,10 +105,34 @@ class FailingStore:
         """Nothing to close."""
 
 
-def make_service(*policies: Mapping[str, Any], store: Store | None = None, **settings: Any) -> Service:  # noqa: ANN401
-    """A service for one bundle."""
+class RecordingStore(FailingStore):
+    """A store that remembers the keys that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(failing="never")
+        self.keys: list[str] = []
+
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+        """Count."""
+        self.keys += [hit.key for hit in hits]
+        return super().hit(hits, now)
+
+    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
+        """Push."""
+        self.keys += [pushed.key for pushed in pushes]
+        return super().push(pushes, now)
+
+
+def make_service(
+    *policies: Mapping[str, Any],
+    store: Store | None = None,
+    local: MemoryStore | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> Service:
+    """A service for one bundle; `local` decides while the store is away."""
     metrics = Metrics()
-    local = MemoryStore(metrics)
+    if local is None:
+        local = MemoryStore(metrics)
     return Service(make_engine(*policies), local if store is None else store, local, metrics, Settings(**settings))
 
 

@@ -40,7 +40,9 @@ class Move(NamedTuple):
 class Client:
     """A conversation as a client keeps it; `made` counts its agent's calls."""
 
-    def __init__(self, shape: str, *, ids: str, most_turns: int = 10**9, first_turns: int = 0, seed: int = 0) -> None:
+    def __init__(  # ways of clients
+        self, shape: str, *, ids: str, most_turns: int = 10**9, first_turns: int = 0, seed: int = 0, first_id: int = 0
+    ) -> None:
         """Start a conversation.
 
         Args:
@@ -49,6 +51,7 @@ class Client:
             most_turns: this many newest ones are sent,
             first_turns: and this many oldest ones.
             seed: of the order of calls that were made at once, another one in each request; 0: they keep it.
+            first_id: ids are numbered from here on.
         """
         self._shape = shape
         self._ids = ids
@@ -56,7 +59,7 @@ class Client:
         self._first = first_turns
         self._order = Random(seed) if seed else None
         self._turns: list[Did] = []
-        self._number = 0
+        self._number = first_id
         self.made = 0
 
     def send(self, move: Move) -> bytes:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from time import time
 from typing import Any
 
+from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
+from extproc.operator.admin.session_report import describe_session
+from extproc.operator.session_rows import SessionDocument
 from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.sessions.rates import Usage
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange
-from tests.support.turn_writers import Did, as_chat, as_responses
+from tests.support.service import decoded, exchange, metadata_of
+from tests.support.turn_writers import Did, as_anthropic, as_bedrock, as_chat, as_gemini, as_ollama, as_responses
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
 
@@ -48,3 +54,61 @@ def status(answer: ProcessingResponse) -> int:
 def told(answer: ProcessingResponse) -> dict[str, Any]:
     """What the body of a refusal says about its limit."""
     return dict(json.loads(answer.immediate_response.body)["detail"])
+
+
+def limit_of(answer: ProcessingResponse) -> tuple[str, float, float]:
+    """Which limit refuses a request, how much of it is used and how much is allowed."""
+    said = told(answer)
+    return said["limit"], said["used"], said["allowed"]
+
+
+def send(service: Service, bodies: Sequence[bytes], **more: str) -> list[int]:
+    """What becomes of requests, one after the other."""
+    return [status(ask(service, data, **more)) for data in bodies]
+
+
+def changed(answer: ProcessingResponse) -> dict[str, Any]:
+    """The body that goes on, if it was edited; empty if not."""
+    response = answer.request_body.response
+    return dict(json.loads(response.body_mutation.body)) if response.HasField("body_mutation") else {}
+
+
+def settle(service: Service, answer: ProcessingResponse, usage: Usage, status: int = 200, **named: object) -> None:
+    """The access log's entry about a request that went on; `named` replaces what it says of the session."""
+    sessions = tuple({**each, **named} for each in json.loads(metadata_of(answer)["sessions"]))
+    service.settle_entry(Entry(sessions, status, status >= 500, 0, 0, "", usage, estimated=False, refused=False))
+
+
+WRITERS = [as_chat, as_responses, as_anthropic, as_gemini, as_bedrock, as_ollama]
+
+Request = bytes | tuple[bytes, dict[str, str]]
+"""A body of a request that names no session, maybe with headers: `session`, `team` and others, see `ask`."""
+
+
+def unnamed(mode: str = "enforce", limits: dict[str, Any] | None = None, **own: Any) -> dict[str, Any]:  # noqa: ANN401  # keys
+    """A policy with limits of sessions, and these of requests without one."""
+    document = limited(mode, **(limits or {"max_steps": 100}))
+    document["spec"] |= {"unnamed_limits": own}
+    return document
+
+
+def do(*steps: object) -> list[Did]:
+    """A turn for each, equal where these are."""
+    return [Did((("run", {"step": step}),), (f"did {step}",), number=at) for at, step in enumerate(steps, 1)]
+
+
+def write(done: Sequence[Did], writer: Any = as_chat, **more: Any) -> bytes:  # noqa: ANN401  # of turn_writers, of a body
+    """The request behind these turns, with a tool."""
+    return json.dumps({**writer(done), "tools": [TOOL], **more}).encode()
+
+
+def nameless(service: Service, requests: Sequence[Request]) -> list[int]:
+    """What becomes of requests that name no session unless they say so, one after the other."""
+    pairs = [(request, {}) if isinstance(request, bytes) else request for request in requests]
+    return [status(ask(service, data, **{"session": "", **named})) for data, named in pairs]
+
+
+def describe(service: Service) -> list[dict[str, Any]]:
+    """The sessions as reports have them."""
+    document = SessionDocument.merge([service.reporter.sessions.make_document(shows_callers=False)], time())
+    return [describe_session(row, shows_callers=False) for row in document.rows]

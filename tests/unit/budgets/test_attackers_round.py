@@ -7,19 +7,14 @@ or never. An answer is as long as its request allows, or a thousand tokens for e
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.ext_proc.access_log import read_message
-from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
-from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.memory import MemoryStore
-from tests.support.budget_policies import CHAT, REJECT, Clock, ask, chat, limited, refused, rule
-from tests.support.envoy_logs import log
+from tests.support.budget_policies import CHAT, REJECT, Clock, ask, chat, limited, refused, rule, tell
 from tests.support.service import headers_of, make_service, metadata_of
 
 STREAM = {"content-type": "text/event-stream"}
@@ -133,7 +128,7 @@ class Round:
         if answer.HasField("immediate_response"):
             return False
         for number in sent.entries:
-            _tell(self.replicas[number], answer, sent.entry)
+            tell(self.replicas[number], answer, **sent.entry)
         return True
 
     def read_charge(self, key: str, budget: int) -> int:
@@ -141,19 +136,12 @@ class Round:
         answer = ask(self.replicas[0], key, content=chat("", max_tokens=1))
         if refused(answer):
             return budget - int(headers_of(answer)["RateLimit-Remaining"])
-        _tell(self.replicas[0], answer, {"status": 403, "sizes": (0, 20)})
+        tell(self.replicas[0], answer, status=403, sizes=(0, 20))
         return budget - int(metadata_of(answer)["ratelimit_remaining"]) - 1
-
-
-def _tell(service: Service, answer: ProcessingResponse, entry: dict[str, Any]) -> None:
-    sessions = json.loads(metadata_of(answer)["sessions"])
-    for read in read_message(log({"sessions": sessions, **entry}))[0]:
-        service.settle_entry(read)
 
 
 @given(SENT_REQUESTS)
 def test_a_caller_is_charged_what_its_answers_say(sent: list[Sent]) -> None:
-    """After each request, all of them together, whichever replica it went to."""
     made = Round(LARGE, missing_descriptor="share")
     said = {"": 0, "k": 0}
     for number, one in enumerate(sent):

@@ -11,27 +11,33 @@ import pytest
 
 from extproc.budgets.costs import BUCKET_UNITS, Anchors
 from extproc.errors import PartlyAwayError, StoreError
-from extproc.ext_proc.access_log import read_message
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Later, Reply
+from extproc.ext_proc.transaction import Later
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
 from tests.support.access_logs import make_record, write_lines
-from tests.support.budget_policies import CHAT, REJECT, ask, bucket, chat, limited, refused, rule, serve, tell
+from tests.support.budget_policies import (
+    CHAT,
+    REJECT,
+    ask,
+    bucket,
+    chat,
+    limited,
+    refused,
+    rule,
+    serve,
+    settle,
+    tell,
+    tokens_left,
+)
 from tests.support.documents import bundle
-from tests.support.envoy_logs import log
 from tests.support.messages import headers
 from tests.support.orders import apply_orders, order
 from tests.support.replaying import Replayed
 from tests.support.service import FailingStore, make_service, metadata_of, sample
 
 LLM = rule("token_bucket_llm", tokens_per_minute=10_000, tokens_per_day=1_000_000)
-
-
-def left(service: Service) -> int:
-    """What is left before a request of one token, which takes it."""
-    return int(metadata_of(ask(service, content=chat("", max_tokens=1)))["ratelimit_remaining"]) + 1
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,6 @@ def left(service: Service) -> int:
     ],
 )
 def test_an_estimate_is_replaced_by_what_was_used(told: dict[str, int], used: int) -> None:
-    """More or less, with cached tokens, and below zero; once in each budget of the rule."""
     service, clock = serve(limited(LLM))
 
     tell(service, ask(service, content=chat("hello")), told=told)
@@ -55,7 +60,7 @@ def test_an_estimate_is_replaced_by_what_was_used(told: dict[str, int], used: in
     assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 2 * used
     service.follow(make_service(limited(rule("token_bucket_llm", tokens_per_minute=10**8, tokens_per_day=1_000_000))).engine)
     clock.now += 60_000
-    assert left(service) == 1_000_000 - used - 1
+    assert tokens_left(service) == 1_000_000 - used - 1
 
 
 def reserved(service: Service, text: str, **more: Any) -> int:  # noqa: ANN401  # headers
@@ -78,7 +83,6 @@ def reserved(service: Service, text: str, **more: Any) -> int:  # noqa: ANN401  
     ],
 )
 def test_an_estimate_is_off_by_as_much_as_the_last_one(estimated: int, counted: int, later: int, corrected: int) -> None:
-    """The newest count of a session decides, and of no other."""
     anchors = Anchors()
     anchors.learn("one", 1, 1_000_000)
 
@@ -89,7 +93,6 @@ def test_an_estimate_is_off_by_as_much_as_the_last_one(estimated: int, counted: 
 
 
 def test_a_session_reserves_what_its_last_prompt_counted() -> None:
-    """Of the same caller; other sessions and other callers reserve an estimate, and so does a request without a session."""
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
     text = "word " * 400
     plain = reserved(service, text)
@@ -103,56 +106,53 @@ def test_a_session_reserves_what_its_last_prompt_counted() -> None:
     assert reserved(service, text) == plain
 
 
-@pytest.mark.parametrize("entry", [{"status": 503}, {"status": 0}, {}, {"told": {"input": 0, "output": 20}}])
-def test_what_counted_no_prompt_teaches_nothing(entry: dict[str, Any]) -> None:
-    """An error, a request that was not sent, and responses without a count."""
+USED = {"told": {"input": 700, "output": 20}}
+
+
+@pytest.mark.parametrize(
+    ("damage", "entry", "used"),
+    [
+        *(({"prompt": number}, USED, 720) for number in ("12", -1, 0, True)),
+        ({"session": 5}, USED, 720),
+        ({}, {"status": 503}, 0),
+        ({}, {"status": 0}, 0),
+        ({}, {}, None),
+        ({}, {"told": {"input": 0, "output": 20}}, 20),
+    ],
+)
+def test_what_counted_no_prompt_teaches_nothing(damage: dict[str, Any], entry: dict[str, Any], used: int | None) -> None:
+    """Damaged metadata, an error, a request that was not sent, and responses without a count; the budget is settled."""
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
     text = "word " * 400
     plain = reserved(service, text)
+    (policy,) = json.loads(metadata_of(ask(service, content=chat(text), x_session_id="s"))["sessions"])
 
-    tell(service, ask(service, content=chat(text), x_session_id="s"), **entry)
+    settle(service, sessions=[policy | damage], **entry)
 
+    found = sample(service, "budget_used_total", policy="p", mode="enforce", rule="r")
+    assert found == used or (used is None and found > 0)
     assert reserved(service, text, x_session_id="s") == plain
 
 
-@pytest.mark.parametrize("damage", [{"prompt": "12"}, {"prompt": -1}, {"prompt": 0}, {"prompt": True}, {"session": 5}])
-def test_damaged_metadata_teaches_nothing(damage: dict[str, Any]) -> None:
-    """The budget is settled all the same."""
-    service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
-    text = "word " * 400
-    plain = reserved(service, text)
-    answer = ask(service, content=chat(text), x_session_id="s")
-    (policy,) = json.loads(metadata_of(answer)["sessions"])
-
-    for read in read_message(log({"sessions": [policy | damage], "told": {"input": 700, "output": 20}}))[0]:
-        service.settle_entry(read)
-
-    assert reserved(service, text, x_session_id="s") == plain
-    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 720
-
-
-def test_an_error_of_the_upstream_costs_nothing() -> None:
-    """It is not billed."""
+@pytest.mark.parametrize(
+    ("entry", "used"),
+    [
+        ({"status": 503}, 0),  # it is not billed
+        *(({"status": status}, 0) for status in (0, 401, 403, 429)),  # the client left, or a filter refused it
+        ({}, 1_200),  # as for sessions: 4,000 bytes of a request and 800 of a response
+    ],
+)
+def test_what_used_nothing_costs_nothing(entry: dict[str, Any], used: int) -> None:
+    """A response without counts is estimated by its size."""
     service, _ = serve(limited(LLM))
 
-    tell(service, ask(service, content=chat("hello")), status=503)
+    tell(service, ask(service, content=chat("hello")), **entry)
 
-    assert left(service) == 10_000
-
-
-@pytest.mark.parametrize("status", [0, 401, 403, 429])
-def test_what_another_filter_refused_costs_nothing(status: int) -> None:
-    """Nothing was used, whether the client left (0) or a filter refused it: the estimate is given back."""
-    service, _ = serve(limited(LLM))
-
-    tell(service, ask(service, content=chat("hello")), status=status)
-
-    assert left(service) == 10_000
+    assert tokens_left(service) == 10_000 - used
 
 
 @pytest.mark.parametrize(("status", "sent", "kept"), [(403, False, 3), (0, False, 3), (403, True, 2), (200, True, 2)])
 def test_a_fixed_cost_is_given_back_for_what_another_filter_refused(status: int, sent: bool, kept: int) -> None:  # a parameter
-    """In policies that take failed requests back; not if the upstream has answered."""
     detector = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 9, "count_failed": False}
     service, _ = serve(limited(bucket(per_second=0.001), loop_detection=detector))
     answer = ask(service)
@@ -161,15 +161,6 @@ def test_a_fixed_cost_is_given_back_for_what_another_filter_refused(status: int,
 
     assert metadata_of(ask(service))["ratelimit_remaining"] == str(kept - 1)
     assert sample(service, "access_log_entries_total", result="unknown") in (None, 0)
-
-
-def test_a_response_without_counts_is_estimated_by_its_size() -> None:
-    """As for sessions: 4,000 bytes of a request and 800 of a response."""
-    service, _ = serve(limited(LLM))
-
-    tell(service, ask(service, content=chat("hello")))
-
-    assert left(service) == 10_000 - 1_200
 
 
 def test_an_entry_that_comes_twice_counts_once() -> None:
@@ -182,35 +173,32 @@ def test_an_entry_that_comes_twice_counts_once() -> None:
         tell(taken_by, answer, told={"input": 100, "output": 20})
     clock.now += 1
 
-    assert left(service) == 10_000 - 120
+    assert tokens_left(service) == 10_000 - 120
     assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 2 * 120
     assert sample(other, "budget_used_total", policy="p", mode="enforce", rule="r") == 0
     assert [sample(each, "access_log_entries_total", result="unknown") for each in (service, other)] == [2, 2]
 
 
 def test_an_entry_of_an_older_version_is_settled() -> None:
-    """It does not name its call."""
     service, _ = serve(limited(LLM))
-    sessions = json.loads(metadata_of(ask(service, content=chat("hello")))["sessions"])
-    del sessions[0]["call"]
+    (described,) = json.loads(metadata_of(ask(service, content=chat("hello")))["sessions"])
+    del described["call"]
 
-    for read in read_message(log({"sessions": json.dumps(sessions), "told": {}}))[0]:
-        service.settle_entry(read)
+    settle(service, sessions=[described], told={"input": 5, "output": 5})
 
-    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") is not None
+    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 20
 
 
 def test_a_settlement_that_is_lost_leaves_the_estimate() -> None:
-    """The day after, nothing is left of it."""
     day: dict[str, Any] = {"period": "1d", "cost_key": "usage:tokens", "staged_actions": REJECT}
     service, clock = serve(limited(rule("cost_based", budget=10_000, **day)))
 
     answer = ask(service, content=chat("x" * 400, max_tokens=900))
-    assert left(service) == 9_000
+    assert tokens_left(service) == 9_000
     clock.now += 86_400_000
     tell(service, answer, told={"input": 9_000, "output": 0})
 
-    assert left(service) == 10_000
+    assert tokens_left(service) == 10_000
 
 
 def test_refused_requests_and_shadow_refusals_are_not_settled_again() -> None:
@@ -251,18 +239,15 @@ DESCRIBED: dict[str, Any] = {
     ],
 )
 def test_metadata_of_others_settles_nothing(forged: dict[str, Any]) -> None:
-    """Whatever it is, it is counted as unknown, and nothing else happens."""
     service, _ = serve(limited(LLM))
 
-    for read in read_message(log({"sessions": [DESCRIBED | forged]}))[0]:
-        service.settle_entry(read)
+    settle(service, sessions=[DESCRIBED | forged])
 
     assert sample(service, "access_log_entries_total", result="unknown") == 1
-    assert left(service) == 10_000
+    assert tokens_left(service) == 10_000
 
 
 def test_a_release_begins_all_budgets_anew() -> None:
-    """And an order to allow a caller lets it pass."""
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 2}
     service, _ = serve(limited(bucket(burst=9, keys=["header:x-user-id"]), circuit_breaker=breaker))
 
@@ -303,10 +288,12 @@ class Slow(FailingStore):
         return answers if waiting is None else waiting
 
 
+SLOW = bucket(burst=9, per_second=0.001)
+
+
 def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
-    """The store has taken what it asked for; once that is known, it is given back."""
     store = Slow()
-    service = make_service(limited(bucket(burst=9, per_second=0.001)), store=store)
+    service = make_service(limited(SLOW), store=store)
     pending = Pending()
     kept = store.waits_for(pending)
     stream = Stream(service)
@@ -320,62 +307,31 @@ def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
     assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_task_that_is_cancelled_while_it_waits_for_the_store_pays_nothing(late: bool) -> None:  # a parameter
-    """As with gRPC by grpcio; also if the answer has arrived, but the task has not gone on yet."""
+@pytest.mark.parametrize("answered", [(), (0,), (1,), (0, 1)], ids=["none", "enforcing", "shadow", "both"])
+def test_a_task_that_is_cancelled_while_it_waits_pays_nothing(answered: tuple[int, ...]) -> None:
+    """As with gRPC by grpcio: for enforcing and shadow policies, whichever was counted, and if the task has not gone on yet."""
     store = Slow()
-    service = make_service(limited(bucket(burst=9, per_second=0.001)), store=store)
-    pending = Pending()
-    kept = store.waits_for(pending)
-    reply = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
-    assert isinstance(reply, Later)
+    service = make_service(limited(SLOW), limited(SLOW | {"name": "s"}, identity="s", mode="shadow"), store=store)
+    waiting = Pending(), Pending()
+    kept = store.waits_for(*waiting)
+    reply: Any = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
 
     async def leave() -> None:
-        task = asyncio.ensure_future(wait_for_reply(reply))
+        task = asyncio.ensure_future(reply)
         await asyncio.sleep(0)
-        if not late:
-            pending.settle(*kept)
+        for place in answered:
+            waiting[place].settle(kept[place])
+        for _ in range(2 if len(answered) == 1 else 0):
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        pending.settle(*kept)
+        for place in {0, 1} - {*answered}:
+            waiting[place].settle(kept[place])
 
     asyncio.run(leave())
 
     assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
-
-
-async def wait_for_reply(reply: Later) -> None:
-    """Wait as a task does that answers a stream."""
-    await reply
-
-
-@pytest.mark.parametrize("slow", ["enforcing", "shadow"])
-def test_a_task_that_is_cancelled_while_only_one_group_waits_pays_nothing(slow: str) -> None:
-    """Neither the enforcing policy nor the shadow policy keeps what was taken, whichever was counted first."""
-    store = Slow()
-    shadow = limited(bucket(burst=9, per_second=0.001, name="s"), identity="s", mode="shadow")
-    service = make_service(limited(bucket(burst=9, per_second=0.001)), shadow, store=store)
-    first, second = Pending(), Pending()
-    kept = store.waits_for(first, second)
-    reply = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
-
-    async def leave() -> None:
-        assert not isinstance(reply, Reply)
-        task = asyncio.ensure_future(reply)
-        await asyncio.sleep(0)
-        (second if slow == "enforcing" else first).settle(kept[1 if slow == "enforcing" else 0])
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        (first if slow == "enforcing" else second).settle(kept[0 if slow == "enforcing" else 1])
-
-    asyncio.run(leave())
-
-    answer = metadata_of(ask(service))
-    assert answer["ratelimit_remaining"] == "8"
     assert [row.left // row.units for row in service.reporter.budgets.make_document(shows_callers=False).rows] == [8, 8]
 
 
@@ -407,7 +363,6 @@ def test_where_a_part_of_the_store_is_away_the_rest_gives_back() -> None:
 
 
 def test_what_the_store_does_not_take_back_is_counted() -> None:
-    """And the request is answered all the same."""
     service, _ = serve(limited(LLM))
     answer = ask(service, content=chat("hello"))
     service.counting.store = FailingStore(error=StoreError("down", kind="timeout"))
@@ -418,7 +373,6 @@ def test_what_the_store_does_not_take_back_is_counted() -> None:
 
 
 def test_recorded_requests_are_replayed_through_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the clock of the log: five at once, of which three pass, and two again after two seconds."""
     lines = [make_record(second, text=f"{second} {number}") for second, times in ((0, 5), (2, 3)) for number in range(times)]
     document = limited(bucket(keys=["header:x-user-id"]))
 

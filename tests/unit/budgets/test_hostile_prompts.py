@@ -39,5 +39,4 @@ def test_long_lists_are_estimated_by_their_bytes(place: str) -> None:
 
 @pytest.mark.parametrize("place", _list_bodies(0))
 def test_shorter_lists_are_counted_one_by_one(place: str) -> None:
-    """Each is a character."""
     assert estimate_prompt(Document(json.dumps(_list_bodies(4_000)[place]).encode()), 0) in range(1_000, 1_010)

@@ -36,7 +36,6 @@ def doctor(service: Service) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("more", [{}, {"loop_detection": LOOP}, {"fallback_limit": bucket(name="f")}])
 def test_callers_without_their_header_are_reported_by_the_doctor(more: dict[str, Any]) -> None:
-    """Also beside detectors, and although there is a fallback, which is for other requests."""
     service, _ = serve(limited(bucket(keys=USER), **more))
 
     assert send(service) == [""] * 8
@@ -70,7 +69,6 @@ def test_uncountable_reject_refuses_callers_without_their_key(policy: dict[str, 
 
 @pytest.mark.parametrize("key", ["header:x-user-id", "body:/user", "query:user", "jwt:sub"])
 def test_callers_without_a_key_share_one_budget(key: str) -> None:
-    """With `missing_descriptor: share`; those with a key have budgets of their own."""
     service, _ = serve(limited(bucket(keys=[key]), missing_descriptor="share"))
 
     assert send(service) == [""] * 3 + ["token_bucket_exceeded"] * 5
@@ -78,18 +76,32 @@ def test_callers_without_a_key_share_one_budget(key: str) -> None:
     assert refused(named) == ("" if key != "jwt:sub" else "token_bucket_exceeded")
 
 
-def test_callers_without_a_key_share_a_breaker() -> None:
-    """It opens with their fourth request."""
-    service, _ = serve(limited(bucket(burst=99, keys=USER), circuit_breaker=BREAKER, missing_descriptor="share"))
+@pytest.mark.parametrize(
+    ("made", "content", "reason"),
+    [
+        (
+            limited(bucket(burst=99, keys=USER), circuit_breaker=BREAKER, missing_descriptor="share"),
+            b"{}",
+            "circuit_breaker_open",
+        ),
+        (
+            limited(rule("token_bucket_llm", keys=USER, tokens_per_minute=3_000), missing_descriptor="share"),
+            chat("hello", max_tokens=900),
+            "tpm_exceeded",
+        ),
+    ],
+    ids=["a breaker", "tokens"],
+)
+def test_callers_without_a_key_share_other_limits(made: dict[str, Any], content: bytes, reason: str) -> None:
+    service, _ = serve(made)
 
-    assert send(service, 5) == [""] * 3 + ["circuit_breaker_open"] * 2
+    assert [refused(ask(service, "", content=content)) for _ in range(4)] == ["", "", "", reason]
 
 
 @pytest.mark.parametrize(
     ("missing", "passed"), [("require_one", 3), ("skip", 8), ("share", 3)], ids=["by the others", "not", "by the others too"]
 )
 def test_a_rule_that_lacks_one_key_goes_by_the_policy(missing: str, passed: int) -> None:
-    """As a detector does: it counts by the keys that a request has, or not at all."""
     service, _ = serve(limited(bucket(keys=[*USER, "header:x-team"]), missing_descriptor=missing))
 
     assert send(service, x_user_id="ann") == [""] * passed + ["token_bucket_exceeded"] * (8 - passed)
@@ -97,7 +109,6 @@ def test_a_rule_that_lacks_one_key_goes_by_the_policy(missing: str, passed: int)
 
 
 def test_a_rule_by_headers_counts_requests_without_their_body() -> None:
-    """Another rule of the policy needs the body, and does not count the request."""
     service, _ = serve(limited(bucket(keys=USER), bucket(keys=["body:/user"], name="b")))
 
     without = headers(CHAT, x_user_id="ann", mode="NONE")
@@ -109,7 +120,6 @@ def test_a_rule_by_headers_counts_requests_without_their_body() -> None:
 
 @pytest.mark.parametrize("query", ["&" * 10_001, "%41" * 10_001, "x" * 66_000])
 def test_a_long_query_does_not_escape_a_budget(query: str) -> None:
-    """It is not read, and what it would name is missing."""
     service, _ = serve(limited(bucket(keys=USER), bucket(keys=["query:user"], name="q")))
 
     answers = send(service, 4, f"{CHAT}?user=bob&{query}", x_user_id="ann")
@@ -130,20 +140,9 @@ def test_an_order_to_allow_holds_for_what_cannot_be_counted() -> None:
     [({}, 1), ({"missing_descriptor": "share"}, 0), ({"missing_descriptor": "skip"}, 0), ({"uncountable": "reject"}, 0)],
 )
 def test_validate_tells_how_to_escape_a_rule(spec: dict[str, Any], told: int) -> None:
-    """It names the key, and both ways to mend it; `ip:address` is always there."""
     policy = limited(bucket(keys=[*USER, "ip:address"]), rule("token_bucket", "ip", ["ip:address"], rps=1, burst=1), **spec)
 
     notes = [note for note in check(policy).notes if "do not pay" in str(note)]
 
     assert len(notes) == told
     assert all("header:x-user-id" in str(note) and "uncountable" in str(note) for note in notes)
-
-
-def test_a_chat_of_nobody_pays_with_the_others() -> None:
-    """Tokens, too."""
-    tokens = rule("token_bucket_llm", keys=USER, tokens_per_minute=3_000)
-    service, _ = serve(limited(tokens, missing_descriptor="share"))
-
-    answers = [refused(ask(service, "", content=chat("hello", max_tokens=1_400))) for _ in range(3)]
-
-    assert answers == ["", "", "tpm_exceeded"]

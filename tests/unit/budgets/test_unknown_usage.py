@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 
-from extproc.ext_proc.service import Service
 from extproc.operator.admin.coverage_report import make_report
 from extproc.operator.board import View
-from extproc.pb.external_processor_pb2 import ProcessingResponse
-from tests.support.budget_policies import CHAT, REJECT, ask, chat, limited, refused, rule, serve, tell
+from tests.support.budget_policies import REJECT, ask, chat, limited, refused, rule, serve, tell, tokens_left
 from tests.support.bundles import check
-from tests.support.messages import body, headers
 from tests.support.pages import STATE
-from tests.support.service import decoded, exchange, metadata_of, sample
-from tests.support.session_limits import status
+from tests.support.service import sample
 
 DAY: dict[str, Any] = {"period": "1d", "staged_actions": REJECT}
 TOKENS = rule("cost_based", budget=10_000, cost_key="usage:tokens", **DAY)
@@ -32,28 +28,21 @@ CUT = [
 ]
 
 
-def left(service: Service) -> int:
-    """What is left before a request of one token."""
-    return int(metadata_of(ask(service, content=chat("", max_tokens=1)))["ratelimit_remaining"]) + 1
-
-
 def settled(content: bytes | None = None, spec: dict[str, Any] | None = None, **entry: Any) -> int:  # noqa: ANN401  # see `tell`
     """What one request of 10 tokens, that asks for 990, has paid in the end."""
     service, _ = serve(limited(TOKENS, **(spec or {})))
     tell(service, ask(service, content=content or chat("x" * 40, max_tokens=990)), **entry)
-    return 10_000 - left(service)
+    return 10_000 - tokens_left(service)
 
 
 @pytest.mark.parametrize("flag", CUT)
 @pytest.mark.parametrize(("code", "came"), [(0, 0), (200, 300), (504, 24)])
 def test_a_client_that_leaves_pays_what_was_reserved(flag: str, code: int, came: int) -> None:
-    """Nothing says what the upstream has used until then, or went on to use."""
     entry: dict[str, Any] = {flag: True, "status": code, "sizes": (90, came)}
     assert settled(**entry, headers=STREAM, took=SENT) == 1_000
 
 
 def test_a_client_that_leaves_late_pays_for_what_came() -> None:
-    """If that is more than was reserved."""
     content = chat("x" * 40)
     assert settled(content, sizes=(90, 40_000), headers=STREAM, took=SENT, downstream_remote_reset=True) > 10_000 - 23
 
@@ -68,51 +57,53 @@ def test_a_client_that_leaves_late_pays_for_what_came() -> None:
         ({"told": {"input": 100, "output": 20}, "took": SENT, "status": 0}, 120),
         ({"status": 503, "took": SENT}, 0),
         ({"status": 503, "took": SENT, "upstream_connection_failure": True}, 0),
+        ({"told": {"input": 100, "output": 10, "cached": 5_000}, "sizes": (80, 800)}, 110),  # never more than the prompt
+        ({"told": {"input": 100, "output": 10, "cached": 100}, "sizes": (80, 800)}, 110),
+        ({"told": {"input": 0, "output": 9_000}, "sizes": (80, 800)}, 9_000),
     ],
-    ids=["not sent", "not sent, reset", "never connected", "told", "told, without a status", "an error", "no upstream"],
 )
 def test_what_is_known_replaces_what_was_reserved(entry: dict[str, Any], paid: int) -> None:
     """That nothing reached the upstream, what was used, or that it was an error, which no provider bills."""
     assert settled(**entry) == paid
 
 
-def test_thirty_clients_that_leave_get_no_more_than_seven_others() -> None:
-    """A dollar allows seven answers; those who leave pay as those who stay."""
-    prices = {"*": {"input": 0, "output": 140}}
-    dollars = rule("cost_based", budget=1, cost_key="usage:dollars", prices=prices, **DAY)
-    service, _ = serve(limited(dollars))
+DOLLARS = rule("cost_based", budget=1, cost_key="usage:dollars", prices={"*": {"input": 0, "output": 140}}, **DAY)
+
+
+@pytest.mark.parametrize(
+    ("made", "content", "entry", "most"),
+    [
+        (DOLLARS, chat("hello", max_tokens=1_000), {"status": 0, "sizes": (80, 0), "took": SENT, CUT[0]: True}, 7),
+        (TOKENS, chat("x" * 40), {"sizes": (80, 8_108), "headers": STREAM}, 5),
+    ],
+    ids=["clients that leave", "streams without usage"],
+)
+def test_missing_usage_buys_no_more(made: dict[str, Any], content: bytes, entry: dict[str, Any], most: int) -> None:
+    """A dollar allows seven answers; 10,000 tokens five of 8,000 characters, the last of which is one too much."""
+    service, _ = serve(limited(made))
     passed = 0
     for _ in range(30):
-        answer = ask(service, content=chat("hello", max_tokens=1_000))
+        answer = ask(service, content=content)
         if not refused(answer):
             passed += 1
-            tell(service, answer, status=0, sizes=(80, 0), took=SENT, downstream_connection_termination=True)
+            tell(service, answer, **entry)
 
-    assert passed == 7
+    assert passed == most
 
 
 def test_a_session_pays_what_a_client_that_leaves_had_reserved() -> None:
     """It stays reserved until it becomes the cost, so the fourth request has no room; it is no unknown call."""
-    prices = {"*": {"input": 0, "output": 1_000_000}}
-    limits = {"max_cost_per_session": 3_000, "prices": prices}
-    policy = {
-        "id": "p",
-        "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-api-key"], "session_limits": limits},
-    }
-    service, _ = serve(policy)
+    limits = {"max_cost_per_session": 3_000, "prices": {"*": {"input": 0, "output": 1_000_000}}}
+    service, _ = serve(limited(session_limits=limits, limit_keys=["header:x-api-key"]))
 
-    def send(number: int) -> ProcessingResponse:
-        content = chat(f"hello {number}", max_tokens=1_000)
-        return decoded(exchange(service, headers(CHAT, x_api_key="k", x_session_id="s"), body(content))[-1])
-
-    statuses = []
+    reasons = []
     for number in range(5):
-        answer = send(number)
-        statuses.append(status(answer))
-        if statuses[-1] == 200:
+        answer = ask(service, content=chat(f"hello {number}", max_tokens=1_000), x_session_id="s")
+        reasons.append(refused(answer))
+        if not reasons[-1]:
             tell(service, answer, status=0, sizes=(80, 0), took=SENT, downstream_remote_reset=True)
 
-    assert [each == 200 for each in statuses] == [True] * 3 + [False] * 2
+    assert reasons == ["", "", "", *["session_limit_exceeded"] * 2]
     assert sample(service, "access_log_entries_total", result="unknown") == 0
 
 
@@ -128,38 +119,22 @@ def test_a_session_pays_what_a_client_that_leaves_had_reserved() -> None:
     ids=["as if all were text", "short", "at most what was asked for", "by events if that is more", "another API's maximum"],
 )
 def test_a_stream_without_usage_pays_for_what_came_back(content: bytes, size: int, paid: int) -> None:
-    """Envoy tells only its size."""
     assert settled(content, sizes=(40, size), headers=STREAM) == paid
 
 
 def test_a_path_that_no_api_has_does_not_lower_the_price() -> None:
-    """What a maximum means there is not known."""
     service, _ = serve(limited(TOKENS))
     answer = ask(service, path="/ask", content=chat("x" * 40, max_tokens=1))
 
     tell(service, answer, sizes=(40, 8_000), headers=STREAM)
 
-    assert left(service) == 10_000 - 2_010
-
-
-def test_twenty_streams_without_usage_use_no_more_than_the_budget() -> None:
-    """And one request more: 8,000 characters each, in one event."""
-    service, _ = serve(limited(TOKENS))
-    passed = 0
-    for _ in range(20):
-        answer = ask(service, content=chat("x" * 40))
-        if not refused(answer):
-            passed += 1
-            tell(service, answer, sizes=(80, 8_108), headers=STREAM)
-
-    assert passed == 5
+    assert tokens_left(service) == 10_000 - 2_010
 
 
 @pytest.mark.parametrize(
     "made", [TOKENS, rule("token_bucket_llm", tokens_per_minute=10_000)], ids=["cost_based", "token_bucket_llm"]
 )
 def test_a_rule_asks_streams_for_their_usage(made: dict[str, Any]) -> None:
-    """As sessions do; a request that streams nothing, or whose policy only watches, is not changed."""
     asking = made | {"algorithm_config": made["algorithm_config"] | {"usage": "request"}}
     content = chat("hello", stream=True)
 
@@ -183,7 +158,6 @@ def test_a_rule_asks_streams_for_their_usage(made: dict[str, Any]) -> None:
     ],
 )
 def test_validate_tells_that_streams_pay_for_their_size(made: dict[str, Any], told: int) -> None:
-    """Unless the rule asks for their usage, or does not measure it."""
     assert len([note for note in check(limited(made)).notes if "pay for their size" in str(note)]) == told
 
 
@@ -200,26 +174,11 @@ def test_validate_tells_that_streams_pay_for_their_size(made: dict[str, Any], to
     ],
 )
 def test_an_absurd_answer_pays_what_was_reserved(told: dict[str, Any]) -> None:
-    """No model writes or reads that much. It is counted, and the doctor says so."""
     service, _ = serve(limited(TOKENS))
 
     tell(service, ask(service, content=chat("x" * 40, max_tokens=990)), told=told, sizes=(80, 800))
 
-    assert left(service) == 9_000
+    assert tokens_left(service) == 9_000
     assert sample(service, "absurd_usage_total") == 1
     view = View(service.reporter.coverage.make_document(shows_callers=False), "a", ["a"], "")
     assert [found["reason"] for found in make_report(view, STATE, {}, 0)["findings"]] == ["absurd_usage"]
-
-
-@pytest.mark.parametrize(
-    ("told", "sizes", "paid"),
-    [
-        ({"input": 100, "output": 10, "cached": 5_000}, (80, 800), 110),
-        ({"input": 100, "output": 10, "cached": 100}, (80, 800), 110),
-        ({"input": 0, "output": 9_000}, (80, 800), 9_000),
-    ],
-    ids=["more cached than read", "all cached", "a long answer"],
-)
-def test_what_a_cache_held_is_part_of_the_prompt(told: dict[str, Any], sizes: tuple[int, int], paid: int) -> None:
-    """Never more than it."""
-    assert settled(told=told, sizes=sizes) == paid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import parse_line
-from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Grant, Target
+from extproc.engine.orders import ALLOW, BLOCK, GRANT, Grant, Target
 from extproc.engine.recording import record_body, record_head
 from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
@@ -47,11 +47,6 @@ def send(service: Service, path: str = MESSAGES, data: bytes = PROMPT, **named: 
     return decoded(exchange(service, headers(path, **shown), body(data))[-1])
 
 
-def hide(service: Service, secret: str) -> str:
-    """The hash by which orders name a credential."""
-    return service.key.hide(secret)
-
-
 def judge(path: str = MESSAGES, keys: Any = ("credential",), claims: Any = None, **named: str) -> list[Any]:  # noqa: ANN401  # a table's
     """The callers of a request, by their descriptors."""
     request = HttpRequest(
@@ -80,52 +75,41 @@ PAIRS = [
 """A real credential, and one that is read before it and changes with every request."""
 
 
-@pytest.mark.parametrize("keys", [["credential"], [CALLER]])
-@pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_makes_no_new_caller_for_loops(path: str, shown: dict[str, Any], keys: list[Any]) -> None:
-    """The third identical request is refused, and another caller's is not."""
-    service = make_service(policy("p", ANY, limit_keys=keys))
+GUARDS: dict[str, tuple[Callable[[list[Any]], dict[str, Any]], str]] = {
+    "loops": (lambda keys: policy("p", ANY, limit_keys=keys), "loop_detected"),
+    "budgets": (lambda keys: limited(bucket(0.001, burst=2, keys=keys)), "token_bucket_exceeded"),
+    "sessions": (lambda keys: only_steps(2, keys), "session_limit_exceeded"),
+}
 
-    answers = [refused(send(service, path, **shown)) for _ in range(4)]
-    others = {name: value.replace("sk-real", "sk-other") for name, value in shown.items()}
-    other = refused(send(service, path.replace("sk-real", "sk-other"), **others))
 
-    assert answers == ["", "", "loop_detected", "loop_detected"]
-    assert other == ""
+def only_steps(most: int, keys: Sequence[Any] = ("credential",)) -> dict[str, Any]:
+    """A policy that limits the steps of sessions."""
+    return {"id": "p", "spec": {"selector": ANY, "limit_keys": [*keys], "session_limits": {"max_steps": most}}}
 
 
 @pytest.mark.parametrize("keys", [["credential"], [CALLER]])
+@pytest.mark.parametrize("guard", GUARDS)
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_makes_no_new_caller_for_budgets(path: str, shown: dict[str, Any], keys: list[Any]) -> None:
-    """The fourth request of three is refused."""
-    service = make_service(limited(bucket(0.001, keys=keys)))
+def test_junk_makes_no_new_caller(path: str, shown: dict[str, Any], guard: str, keys: list[Any]) -> None:
+    make, reason = GUARDS[guard]
+    service = make_service(make(keys))
+    bodies = [turns(place if guard == "sessions" else 1) for place in range(4)]
 
-    answers = [refused(send(service, path, **shown)) for _ in range(5)]
+    answers = [refused(send(service, path, data, x_session_id="s", **shown)) for data in bodies]
+    others: dict[str, Any] = {name: value.replace("sk-real", "sk-other") for name, value in shown.items()}
+    other = refused(send(service, path.replace("sk-real", "sk-other"), bodies[0], x_session_id="s", **others))
 
-    assert answers == ["", "", "", "token_bucket_exceeded", "token_bucket_exceeded"]
-
-
-@pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_makes_no_new_caller_for_sessions(path: str, shown: dict[str, Any]) -> None:
-    """A session's steps add up; its report has the caller that all of its requests show."""
-    spec = {"selector": ANY, "limit_keys": ["credential"], "session_limits": {"max_steps": 2}}
-    service = make_service({"id": "p", "spec": spec})
-
-    answers = [refused(send(service, path, turns(place), x_session_id="s", **shown)) for place in range(4)]
-
-    assert answers == ["", "", "session_limit_exceeded", "session_limit_exceeded"]
-    assert sample(service, "session_limits_total", policy="p", mode="enforce", limit="max_steps", action="reject") == 2
+    assert [*answers, other] == ["", "", reason, reason, ""]
 
 
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
 def test_junk_does_not_hide_a_blocked_credential(path: str, shown: dict[str, Any]) -> None:
-    """By the hash of the credential, as logs show it; also where only budgets have callers."""
     for made in (
         policy("p", ANY, limit_keys=[CALLER], threshold_identical_requests=99),
         limited(bucket(burst=9, keys=[CALLER])),
     ):
         service = make_service(made)
-        apply_orders(service, order(BLOCK, Target(caller=hide(service, "sk-real"))))
+        apply_orders(service, order(BLOCK, Target(caller=service.key.hide("sk-real"))))
 
         assert refused(send(service, path, **shown)) == "blocked"
         assert refused(send(service, x_api_key="sk-other")) == ""
@@ -144,25 +128,19 @@ def test_headers_in_first_of_are_credentials_of_their_own() -> None:
 def test_an_allowed_credential_does_not_free_another_one() -> None:
     """An order to allow holds for its caller alone: who knows an allowed key id cannot use it as a passport."""
     service = make_service(policy("p", ANY, limit_keys=["credential"]))
-    apply_orders(service, order(ALLOW, Target(caller=hide(service, "AKIAFREE"))))
-    both: dict[str, Any] = {
-        "x_api_key": "sk-real",
-        "authorization": "AWS4-HMAC-SHA256 Credential=AKIAFREE/20260101/us-east-1/bedrock/x",
-    }
+    apply_orders(service, order(ALLOW, Target(caller=service.key.hide("AKIAFREE"))))
+    free = "AWS4-HMAC-SHA256 Credential=AKIAFREE/20260101/us-east-1/bedrock/x"
 
-    alone = [refused(send(service, CHAT, authorization=both["authorization"])) for _ in range(4)]
-    together = [refused(send(service, CHAT, **both)) for _ in range(4)]
+    alone = [refused(send(service, CHAT, authorization=free)) for _ in range(4)]
+    together = [refused(send(service, CHAT, authorization=free, x_api_key="sk-real")) for _ in range(4)]
 
     assert alone == [""] * 4
     assert together == ["", "", "loop_detected", "loop_detected"]
 
 
 def test_a_grant_to_one_caller_leaves_the_other_at_its_limit() -> None:
-    """The strictest verdict holds."""
-    spec = {"selector": ANY, "limit_keys": ["credential"], "session_limits": {"max_steps": 1}}
-    service = make_service({"id": "p", "spec": spec})
-    granted = order(GRANT, Target(caller=hide(service, "sk-a")))
-    apply_orders(service, ActiveOverride(*granted[:8], Grant(steps=9)))
+    service = make_service(only_steps(1))
+    apply_orders(service, order(GRANT, Target(caller=service.key.hide("sk-a")), grant=Grant(steps=9)))
     both: dict[str, Any] = {"x_api_key": "sk-a", "authorization": "Bearer sk-b"}
 
     answers = [refused(send(service, MESSAGES, turns(place), x_session_id="s", **both)) for place in range(2)]
@@ -186,7 +164,6 @@ def test_rules_without_credentials_are_charged_once() -> None:
 
 
 def test_all_callers_of_a_circuit_breaker_are_counted() -> None:
-    """A breaker tells callers apart by the first key of the first rule."""
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 3, "auto_reset_after_minutes": 5}
     service = make_service(limited(bucket(burst=99, keys=["credential"]), circuit_breaker=breaker))
     shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
@@ -197,7 +174,6 @@ def test_all_callers_of_a_circuit_breaker_are_counted() -> None:
 
 
 def test_each_caller_settles_what_it_reserved() -> None:
-    """The access log repeats both reservations; the estimate is made once."""
     tokens = rule(
         "cost_based", keys=["credential"], budget=100_000, period="1h", cost_key="usage:tokens", staged_actions=REJECT
     )
@@ -222,49 +198,46 @@ def test_one_request_is_reported_as_one() -> None:
     assert sample(service, "requests_total", **labels, action="reject") == 1
     assert sample(service, "detections_total", **labels, detector="default", action="reject", strength="") == 1
     (loop,) = service.reporter.loops.make_document(shows_callers=True).rows
-    assert loop.caller == [("credential", hide(service, "sk-real"))]
+    assert loop.caller == [("credential", service.key.hide("sk-real"))]
     assert metadata_of(answers[-1])["count"] == 3
 
 
-def test_a_shadow_policy_counts_each_caller_too() -> None:
-    """It reports what it would have done, and touches nothing."""
-    service = make_service(policy("p", ANY, mode="shadow", limit_keys=["credential"]))
-
-    answers = [send(service, authorization="Bearer sk-real", x_api_key="JUNK") for _ in range(3)]
-
-    assert [refused(answer) for answer in answers] == [""] * 3
-    assert metadata_of(answers[-1])["shadow_action"] == "reject"
-
-
 def test_a_canary_counts_the_callers_of_its_policy() -> None:
-    """Policies share what they read of the head; the canary's first caller is the same."""
     live, canary = policy("live", ANY, limit_keys=["credential"]), policy("try", ANY, mode="shadow", limit_keys=["credential"])
-    request = HttpRequest("POST", MESSAGES, "host", {"x-api-key": b"k", "authorization": b"Bearer t"})
+    shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
+    alone, beside = make_service(canary), make_service(live, canary)
 
-    evaluation = make_engine(live, canary).prepare(request, key=KEY)
+    answers = [(send(alone, **shown), send(beside, **shown)) for _ in range(3)]
 
-    assert evaluation is not None
-    mine, others = [[each.values for each in group.candidates] for group in evaluation.groups]
-    assert mine == others
-    assert [dict(values)["credential"] for values in mine] == [KEY.hide("k"), KEY.hide("t")]
+    assert [(refused(first), refused(second)) for first, second in answers] == [("", ""), ("", ""), ("", "loop_detected")]
+    assert [metadata_of(answer)["shadow_action"] for answer in answers[-1]] == ["reject", "reject"]
 
 
 def test_a_ramp_acts_if_it_covers_any_caller() -> None:
-    """A client that tries credentials until one is outside of the share stays in it with its own."""
-    engine = make_engine(policy("p", ANY, limit_keys=["credential"], enforce_percent=50))
+    service = make_service(policy("p", ANY, limit_keys=["credential"], enforce_percent=50))
 
-    def acts(**named: bytes) -> bool:
-        shown = {name.replace("_", "-"): value for name, value in named.items()}
-        evaluation = engine.prepare(HttpRequest("POST", MESSAGES, "host", shown), key=KEY)
-        assert evaluation is not None
-        return bool(evaluation.enforcing.candidates)
+    def acts(path: str = MESSAGES, **shown: Any) -> bool:  # noqa: ANN401  # headers
+        before = sample(service, "requests_total", policy="p", mode="enforce", action="allow")
+        send(service, path, **shown)
+        return sample(service, "requests_total", policy="p", mode="enforce", action="allow") > before
 
-    secrets = [f"k{number}".encode() for number in range(40)]
+    secrets = [f"k{number}" for number in range(40)]
     inside = next(secret for secret in secrets if acts(authorization=secret))
     outside = [secret for secret in secrets if not acts(x_api_key=secret)]
 
     assert len(outside) > 9
-    assert all(acts(authorization=inside, x_api_key=secret) for secret in outside)
+    assert all(acts(f"/{secret}", authorization=f"{inside}", x_api_key=secret) for secret in outside)
+
+
+@pytest.mark.parametrize("header", ["cookie", "authorization"])
+def test_all_cookies_identify_a_caller(header: str) -> None:
+    service = make_service(policy("p", ANY, limit_keys=[f"header:{header}"], threshold_identical_requests=2))
+
+    shown: list[dict[str, Any]] = [{header: "session=ann; dark"}, {header: "session=bob; dark"}]
+
+    answers = [refused(send(service, **named)) for named in shown]
+
+    assert answers == ["", "" if header == "cookie" else "loop_detected"]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +293,6 @@ def test_a_body_is_read_once_for_all_callers() -> None:
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
 def test_a_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: bool) -> None:  # a parameter
-    """Records have every credential that is shown, as hashes."""
     named = {name.replace("_", "-"): value.encode() for name, value in shown.items()}
     engine = make_engine(policy("p", ANY, limit_keys=["credential"]))
     request = HttpRequest("POST", path, "host", named)

@@ -8,46 +8,35 @@ from typing import Any
 import pytest
 
 from tests.support.service import make_service
-from tests.support.session_limits import ask, limited
+from tests.support.session_limits import ask, changed, limited
 from tests.support.turn_writers import Did, as_chat
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("scan", "search")]
 
 
-def holds(most: int, *batches: int, other: int = 0) -> bool:
-    """Whether a request is held to one call, after answers with this many calls of the limited tool and of another one."""
+@pytest.mark.parametrize(
+    ("most", "batches", "other", "held"),
+    [
+        *((most, [], 0, False) for most in range(2, 9)),  # a first request may be answered in parallel
+        (1, [], 0, True),  # a tool with one call left is called alone
+        (5, [1, 1, 1, 1], 0, True),
+        (5, [1, 1, 1], 0, False),
+        (7, [3, 1], 0, False),  # the largest batch so far is expected again
+        (6, [3, 1], 0, True),
+        (10, [7], 0, True),
+        (10, [5], 0, False),
+        (6, [1, 1, 1, 1], 7, False),  # calls of other tools, or of several answers, make no batch
+    ],
+)
+def test_a_request_is_held_to_one_call_by_the_largest_batch(most: int, batches: list[int], other: int, held: bool) -> None:
     service = make_service(limited(max_calls_per_tool={"scan": most}))
     done = []
     for number, size in enumerate(batches, 1):
         calls: list[tuple[str, dict[str, Any]]] = [("scan", {"n": f"{number}.{place}"}) for place in range(size)]
         calls += [("search", {"n": f"{number}.{place}"}) for place in range(other)]
         done.append(Did(tuple(calls), tuple("done" for _ in calls), number=number))
-    response = ask(service, json.dumps({**as_chat(done), "tools": TOOLS}).encode()).request_body.response
-    assert not response.HasField("body_mutation") or len(json.loads(response.body_mutation.body)["tools"]) == len(TOOLS)
-    return response.HasField("body_mutation") and json.loads(response.body_mutation.body)["parallel_tool_calls"] is False
 
+    edited = changed(ask(service, json.dumps({**as_chat(done), "tools": TOOLS}).encode()))
 
-@pytest.mark.parametrize("most", range(2, 9))
-def test_a_first_request_may_be_answered_in_parallel(most: int) -> None:
-    """Also if the limit is low."""
-    assert not holds(most)
-
-
-def test_a_tool_with_one_call_left_is_called_alone() -> None:
-    """From the first request on, if its limit is one."""
-    assert holds(1)
-    assert holds(5, 1, 1, 1, 1)
-    assert not holds(5, 1, 1, 1)
-
-
-def test_the_largest_batch_so_far_is_expected_again() -> None:
-    """Fewer calls than that are too few."""
-    assert not holds(7, 3, 1)
-    assert holds(6, 3, 1)
-    assert holds(10, 7)
-    assert not holds(10, 5)
-
-
-def test_calls_of_other_tools_make_no_batch() -> None:
-    """Nor do calls of several answers."""
-    assert not holds(6, 1, 1, 1, 1, other=7)
+    assert (edited.get("parallel_tool_calls") is False) is held
+    assert len(edited.get("tools", TOOLS)) == len(TOOLS)

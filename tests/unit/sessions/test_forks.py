@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from extproc.ext_proc.service import Service
 from extproc.policy.presets import find_preset
 from tests.support.service import make_service, sample
-from tests.support.session_limits import TOOL, ask, limited, status
-from tests.support.turn_writers import Did, as_anthropic, as_bedrock, as_chat, as_gemini, as_ollama, as_responses
+from tests.support.session_limits import WRITERS, limited, nameless, write
+from tests.support.turn_writers import Did, as_chat
 
-WRITERS = [as_chat, as_responses, as_anthropic, as_gemini, as_bedrock, as_ollama]
 FORKS = 12
+CALLER = {"authorization": "k"}
 
 Writer = Callable[[Sequence[Did]], dict[str, Any]]
 
@@ -41,11 +40,6 @@ def go_on(done: Sequence[Did], way: object, steps: int) -> list[Did]:
     return [*done, *more]
 
 
-def send(service: Service, turns: Sequence[Did], writer: Writer = as_chat, **more: Any) -> int:  # noqa: ANN401  # of a body
-    """What happens to a request that names no session."""
-    return status(ask(service, json.dumps({**writer(turns), "tools": [TOOL], **more}).encode(), session="", authorization="k"))
-
-
 @pytest.mark.parametrize("seen", [False, True], ids=["history unknown", "history known"])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_forks_pass_under_the_preset(writer: Writer, seen: bool) -> None:  # a parameter
@@ -56,69 +50,65 @@ def test_forks_pass_under_the_preset(writer: Writer, seen: bool) -> None:  # a p
 
     for depth in range(1, 6):
         for step in range(1, depth if seen else 0):
-            assert send(service, do(step, task=depth), writer) == 200
+            assert nameless(service, [(write(do(step, task=depth), writer), CALLER)]) == [200]
         forks = [do(depth, task=depth, said=f"Try way {way}.") for way in range(FORKS)]
         left = dict.fromkeys(range(FORKS), most - depth)
         while left:
             way = random.choice(list(left))
             left[way] -= 1
-            assert send(service, go_on(forks[way], f"{depth}.{way}", most - depth - 1 - left[way]), writer) == 200
+            shown = go_on(forks[way], f"{depth}.{way}", most - depth - 1 - left[way])
+            assert nameless(service, [(write(shown, writer), CALLER)]) == [200]
             if not left[way]:
                 del left[way]
 
     assert sample(service, "session_unnamed_total", policy="sessions", mode="enforce") == 0
 
 
-@pytest.mark.parametrize("ends_in", ["said", "result"])
-def test_questions_behind_the_same_examples_pass(ends_in: str) -> None:
-    """As in prompts with examples, whose last message is another one each time."""
-    service = make_service(limited(max_steps=4, max_tool_calls=4))
+ASIDE = [{**as_chat(do(step, said="Sum up.")), "model": "small"} for step in range(1, 4)]
+RETRIES = {
+    "the same": ["Again."] * 9,
+    "a clock": [f"Again: it is 10:00:{number:02d} now." for number in range(1, 10)],
+    "the attempt": [f"Again (attempt {number})." for number in range(1, 10)],
+}
+CASES: dict[str, tuple[dict[str, Any], Sequence[bytes], list[int]]] = {
+    **{
+        f"questions behind the same examples pass, {ends_in}": (
+            {"max_steps": 4, "max_tool_calls": 4},
+            [write(write_question(f"Question {number}?", ends_in)) for number in range(100)],
+            [200] * 100,
+        )
+        for ends_in in ("said", "result")
+    },
+    "each fork has its own, of which its history is the first": (
+        {"max_steps": 5},
+        [write(go_on(do(2, said=f"Way {way}."), way, step)) for way in range(FORKS) for step in range(4)],
+        [200, 200, 200, 429] * FORKS,
+    ),
+    **{
+        f"a fork that is sent again is a retry, {name}": (
+            {"max_steps": 4},
+            [write(do(0)), write(do(1)), *(write(do(2, said=said)) for said in ("", "Another way.", *again))],
+            [200] * 12 + [429],
+        )
+        for name, again in RETRIES.items()
+    },
+    "new ids make no fork": (
+        {"max_steps": 2},
+        [write([]), *(write([do(1)[0]._replace(number=6 * number)]) for number in range(1, 10))],
+        [200] * 5 + [429] * 5,
+    ),
+    "what is asked aside, without tools, is none": (
+        {"max_steps": 4},
+        [
+            write([]),
+            *(data for step in range(1, 4) for data in (json.dumps(ASIDE[step - 1]).encode(), write(do(step)))),
+            write(do(4)),
+        ],
+        [200] * 7 + [429],
+    ),
+}
 
-    assert {send(service, write_question(f"Question {number}?", ends_in)) for number in range(100)} == {200}
 
-
-def test_each_fork_has_limits_of_its_own() -> None:
-    """Its history counts as its first steps."""
-    service = make_service(limited(max_steps=5))
-    forks = [do(2, said=f"Way {way}.") for way in range(FORKS)]
-
-    passed = [[send(service, go_on(fork, way, step)) for step in range(4)] for way, fork in enumerate(forks)]
-
-    assert passed == [[200, 200, 200, 429]] * FORKS
-
-
-@pytest.mark.parametrize(
-    "way", ["Again.", "Again: it is 10:00:{:02d} now.", "Again (attempt {})."], ids=["same", "clock", "attempt"]
-)
-def test_a_fork_that_is_sent_again_is_a_retry(way: str) -> None:
-    """Also if only a clock or the number of the attempt changes: the first retries are no steps."""
-    service = make_service(limited(max_steps=4))
-    assert [send(service, do(step)) for step in range(3)] == [200] * 3
-    assert send(service, do(2, said="Another way.")) == 200
-
-    answers = [send(service, do(2, said=way.format(number))) for number in range(1, 10)]
-
-    assert answers == [200] * 8 + [429]
-
-
-def test_new_ids_make_no_fork() -> None:
-    """Some gateways make the ids of calls anew with each request."""
-    service = make_service(limited(max_steps=2))
-    assert send(service, []) == 200
-
-    answers = [send(service, [do(1)[0]._replace(number=6 * number)]) for number in range(1, 10)]
-
-    assert answers == [200] * 4 + [429] * 5
-
-
-def test_what_is_asked_aside_is_no_fork() -> None:
-    """A summary without tools continues the history in other words."""
-    service = make_service(limited(max_steps=4))
-    assert send(service, []) == 200
-
-    for step in range(1, 4):
-        aside = {**as_chat(do(step, said="Sum up.")), "model": "small"}
-        assert status(ask(service, json.dumps(aside).encode(), session="", authorization="k")) == 200
-        assert send(service, do(step)) == 200
-
-    assert send(service, do(4)) == 429
+@pytest.mark.parametrize(("limits", "requests", "expected"), CASES.values(), ids=CASES)
+def test_a_fork_has_limits_of_its_own(limits: dict[str, Any], requests: Sequence[bytes], expected: list[int]) -> None:
+    assert nameless(make_service(limited(**limits)), requests) == expected

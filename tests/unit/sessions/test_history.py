@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.apis import conversation as conversations
 from extproc.apis import open_conversation
-from extproc.detectors import chain
 from extproc.detectors.chain import digest_tool, find_place
 from extproc.request.document import Document, NotCounted
-from extproc.sessions.history import RECORD, read_tool_calls
+from extproc.sessions.history import RECORD, CallHistory, read_tool_calls
 from tests.support.examples import examples
 from tests.support.model_requests import BODIES, HOSTILE, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
-
-Turn = Sequence[tuple[str, dict[str, Any]]]
-"""Calls that are made at once: tools and their arguments."""
 
 _WITH_IDS = ("anthropic", "bedrock", "chat", "responses")
 _CALLS = st.tuples(st.sampled_from(["read", "write", "pay"]), st.sampled_from([{}, {"a": 1}, {"a": 2, "b": [3, "x"]}]))
@@ -34,8 +31,8 @@ every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
 every_shape_with_ids = pytest.mark.parametrize("shape", _WITH_IDS)
 
 
-def number(turns: Sequence[Turn], *, repeat: bool = False) -> list[Did]:
-    """Turns whose calls have ids of their own, or the same ones in every turn."""
+def number(turns: Sequence[Sequence[tuple[str, dict[str, Any]]]], *, repeat: bool = False) -> list[Did]:
+    """Turns of calls, tools and their arguments, that have ids of their own, or the same ones in every turn."""
     return [Did(tuple(calls), ("seen",) * len(calls), number=1 if repeat else at) for at, calls in enumerate(turns, 1)]
 
 
@@ -44,35 +41,29 @@ def split(records: bytes) -> list[bytes]:
     return [records[start : start + RECORD - 1] for start in range(0, len(records), RECORD)]
 
 
+def read_calls(value: object) -> CallHistory:
+    """The calls of a body."""
+    return read_tool_calls(Document(value if isinstance(value, bytes) else json.dumps(value).encode()))
+
+
 def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
     """The records of a history as an API has it."""
-    return split(read_tool_calls(Document(json.dumps(SHAPES[shape](turns)).encode())).records)
-
-
-def forget() -> None:
-    """Have no message known, and no history."""
-    for memo in (chain._KNOWN, conversations._KNOWN):
-        for generation in (memo._young, memo._old):
-            generation.clear()
+    return split(read_calls(SHAPES[shape](turns)).records)
 
 
 @every_shape
 @given(_TURNS, st.booleans())
 def test_every_call_has_a_record(shape: str, turns: list[Any], repeat: bool) -> None:
-    """Calls of one turn and of several are told apart by their ids, also by ids that repeat; those without ids are not."""
-    records = read(shape, number(turns, repeat=repeat))
+    """Calls of one turn and of several are told apart by their ids, also by ids that repeat; those without ids are not.
 
+    A history is summed up by the sum of what is called in it, in any order, and by the number of calls in its last turn.
+    """
+    found = read_calls(SHAPES[shape](number(turns, repeat=repeat)))
+
+    records = split(found.records)
     assert len(records) == sum(map(len, turns))
     assert len(set(records)) == len(records) if shape in _WITH_IDS else {record[:6] for record in records} <= {bytes(6)}
-
-
-@every_shape
-@given(_TURNS, st.booleans())
-def test_a_history_is_summed_up(shape: str, turns: list[Any], repeat: bool) -> None:
-    """By the sum of what is called in it, in any order, and by the number of calls in its last turn."""
-    found = read_tool_calls(Document(json.dumps(SHAPES[shape](number(turns, repeat=repeat))).encode()))
-
-    assert found.total == sum(int.from_bytes(record[10:]) for record in split(found.records))
+    assert found.total == sum(int.from_bytes(record[10:]) for record in records)
     assert found.newest == (len(turns[-1]) if turns else 0)
 
 
@@ -80,36 +71,25 @@ def test_records_tell_steps_apart() -> None:
     """Each has the number of steps since the one before it: none for calls of one answer, and answers without calls count."""
     value = SHAPES["chat"](number([[("read", {})], [("read", {}), ("pay", {})], [("pay", {})]]))
     value["messages"][1:1] = [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Go on."}]
-    records = read_tool_calls(Document(json.dumps(value).encode())).records
+    records = read_calls(value).records
 
     assert list(records[RECORD - 1 :: RECORD]) == [2, 1, 0, 1]
 
 
 def test_a_turn_without_calls_may_be_the_last() -> None:
-    """Then all calls are those of earlier turns; what a user says behind it changes nothing."""
     value = SHAPES["chat"](number([[("read", {})], [("read", {}), ("pay", {})]]))
     said = [{"role": "assistant", "content": "done"}, {"role": "user", "content": "go on"}]
-    bodies = [json.dumps({**value, "messages": [*value["messages"], *said[:most]]}).encode() for most in range(3)]
 
-    assert [read_tool_calls(Document(body)).newest for body in bodies] == [2, 0, 0]
+    assert [read_calls({**value, "messages": [*value["messages"], *said[:most]]}).newest for most in range(3)] == [2, 0, 0]
 
 
 @every_shape
-@given(_TURNS, _TURNS, st.booleans())
-def test_a_history_that_goes_on_begins_as_it_was(shape: str, turns: list[Any], more: list[Any], repeat: bool) -> None:
-    """What was known stays known, and all that is new stands behind it."""
+@given(_TURNS, _TURNS, st.booleans(), st.data())
+def test_what_was_known_stays_known(shape: str, turns: list[Any], more: list[Any], repeat: bool, data: st.DataObject) -> None:
     whole = number([*turns, *more], repeat=repeat)
-
-    assert read(shape, whole)[: sum(map(len, turns))] == read(shape, whole[: len(turns)])
-
-
-@every_shape
-@given(_TURNS, st.booleans(), st.data())
-def test_what_is_left_of_a_history_was_known(shape: str, turns: list[Any], repeat: bool, data: st.DataObject) -> None:
-    """Whichever turns are gone, no remaining call counts as a new one."""
-    whole = number(turns, repeat=repeat)
     left = [turn for turn in whole if data.draw(st.booleans())]
 
+    assert read(shape, whole)[: sum(map(len, turns))] == read(shape, whole[: len(turns)])
     assert set(read(shape, left)) <= set(read(shape, whole))
 
 
@@ -124,25 +104,19 @@ def test_with_ids_each_call_is_found_again(shape: str, gone: list[Any], left: li
 
 @pytest.mark.parametrize("shape", ["gemini", "ollama"])
 def test_without_ids_equal_calls_have_equal_records(shape: str) -> None:
-    """They are told apart by their place, which is the ledger's to see."""
-    poll: Turn = [("poll", {})]
-    pay: Turn = [("pay", {})]
-
-    assert len(set(read(shape, number([poll, pay, poll])))) == 2
+    assert len(set(read(shape, number([[("poll", {})], [("pay", {})], [("poll", {})]])))) == 2
 
 
 @settings(max_examples=examples(20))
 @given(st.lists(st.lists(_CALLS, min_size=1, max_size=2), max_size=2), st.data())
 def test_another_spelling_changes_nothing(turns: list[Any], data: st.DataObject) -> None:
-    """A retry whose JSON is written in another way shows the same calls."""
     value = SHAPES["anthropic"](number(turns))
 
-    assert split(read_tool_calls(Document(spelled(data.draw, value).encode())).records) == read("anthropic", number(turns))
+    assert split(read_calls(spelled(data.draw, value).encode()).records) == read("anthropic", number(turns))
 
 
 @given(_TURNS)
 def test_every_api_shows_the_same_calls(turns: list[Any]) -> None:
-    """The digests of tools, and of tools with their arguments, do not depend on how an API writes them."""
     found = {shape: [record[6:] for record in read(shape, number(turns))] for shape in SHAPES}
 
     assert list(found.values()) == [found["chat"]] * len(SHAPES)
@@ -152,7 +126,7 @@ def test_tools_are_listed_as_they_were_first_called() -> None:
     """Each with the digest that its records have; a long name is cut to be shown, and not to be told apart."""
     long = "a" * 65
     turns = number([[(long, {})], [(long[:-1], {})], [("b", {}), (long, {})]])
-    found = read_tool_calls(Document(json.dumps(SHAPES["chat"](turns)).encode()))
+    found = read_calls(SHAPES["chat"](turns))
 
     assert found.tools == ((digest_tool(long), long[:64]), (digest_tool(long[:64]), long[:64]), (digest_tool("b"), "b"))
     assert [record[6:10] for record in split(found.records)] == [digest_tool(name) for name in (long, long[:-1], "b", long)]
@@ -160,7 +134,6 @@ def test_tools_are_listed_as_they_were_first_called() -> None:
 
 
 def test_two_calls_are_alike_by_tool_and_arguments() -> None:
-    """The last digest is equal for the same arguments in any order, and for them alone."""
     turns = number([[("f", {"a": 1, "b": 2})], [("f", {"b": 2, "a": 1.0})], [("f", {"a": 1})], [("g", {"a": 1, "b": 2})]])
 
     one, same, other, another = [record[10:] for record in read("chat", turns)]
@@ -181,12 +154,11 @@ def test_two_calls_are_alike_by_tool_and_arguments() -> None:
     ],
 )
 def test_calls_of_every_kind_are_found(name: str, tools: list[str]) -> None:
-    """Legacy functions, custom tools, and no calls at all."""
-    assert [tool for _, tool in read_tool_calls(Document(BODIES[name])).tools] == tools
+    assert [tool for _, tool in read_calls(BODIES[name]).tools] == tools
 
 
 def _read_items(*items: dict[str, Any], **more: object) -> list[bytes]:
-    return split(read_tool_calls(Document(json.dumps({"model": "m", "input": items, **more}).encode())).records)
+    return split(read_calls({"model": "m", "input": items, **more}).records)
 
 
 def test_what_the_server_itself_has_run_is_a_call() -> None:
@@ -213,16 +185,25 @@ def test_where_the_server_keeps_the_history_results_stand_for_calls() -> None:
     assert len({record[10:] for record in found}) == 4
     assert found[1:] == _read_items(*results[1:], *shown, previous_response_id="r")
     assert _read_items(*results, *shown) == found[3:]
-    assert read_tool_calls(Document(json.dumps({"input": results, "previous_response_id": "r"}).encode())).tools == ()
+    assert read_calls({"input": results, "previous_response_id": "r"}).tools == ()
 
 
 def look(body: bytes) -> list[object]:
     """What a request shows of its conversation: calls, and places in the chain."""
     conversation = open_conversation(Document(body))
     found = [find_place(conversation, prefilled=prefilled) for prefilled in (False, True)]
-    calls = read_tool_calls(Document(body))
+    calls = read_calls(body)
     names = [(place.node, place.links, place.own, place.before, place.depth) for place in found if place is not None]
     return [names, calls.records, calls.total, calls.newest, calls.tools]
+
+
+SPELLINGS = count()
+
+
+def look_afresh(body: bytes) -> list[object]:
+    """The same of a body that was never spelled so, of which nothing is known."""
+    space = f"{next(SPELLINGS):b}".replace("0", " ").replace("1", "\t")
+    return look(json.dumps(json.loads(body), separators=(f",{space}", f":{space}")).encode())
 
 
 @pytest.mark.slow
@@ -237,21 +218,12 @@ def test_histories_are_known_by_all_that_they_show(shape: str, turns: list[Any],
         other = [*done]
         other[at] = done[at]._replace(thought=data.draw(st.sampled_from(["why", "how", '"', "\u00ff"])))
         bodies += [SHAPES[shape](other[:count]) for count in range(at, len(done) + 1)]
-    bodies += [
-        {**body, key: [{"role": "user", "content": "another task"}, *body[key]]}
-        for body in bodies
-        for key in ("messages",)
-        if key in body
-    ]
+    other_task = {"role": "user", "content": "another task"}
+    bodies += [{**body, "messages": [other_task, *body["messages"]]} for body in bodies if "messages" in body]
     order = data.draw(st.permutations([json.dumps(body).encode() for body in bodies * 2 if any(body.values())]))
     asked = [body for body in order if _shows_something(body)]
-    fresh = []
-    for body in asked:
-        forget()
-        fresh.append(look(body))
-    forget()
 
-    assert [look(body) for body in asked] == fresh
+    assert [look(body) for body in asked] == [look_afresh(body) for body in asked]
 
 
 def _shows_something(body: bytes) -> bool:
@@ -261,62 +233,44 @@ def _shows_something(body: bytes) -> bool:
         return False
 
 
-@pytest.mark.slow
-def test_histories_that_are_known_are_bounded() -> None:
-    """In the room that they take, whatever they hold; a long one is read anew each time."""
-    forget()
-    for at in range(100):
-        for count, length in ((1_500, 9), (2, 200_000)):
-            said = [{"role": "assistant", "content": f"{at}" + "x" * length}] * count
-            assert look(json.dumps({"messages": [{"role": "user", "content": f"{at}"}, *said]}).encode())
-        assert conversations._KNOWN.size <= 2 * conversations._MOST_BYTES
-    kept = [*conversations._KNOWN._young.values(), *conversations._KNOWN._old.values()]
-    assert len(kept) > 20
-    assert {len(each.ends) for each in kept} == {1_501}
-
-
 @pytest.mark.parametrize(
     ("count", "arguments"), [(3_000, [{}, {}]), (20, [{"a": [1.5] * 300}])], ids=["too many calls", "too many numbers"]
 )
 def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> None:
-    """A bound holds for a history however often it has come before, and whatever of it was seen."""
     calls = [{"id": f"{at}", "function": {"name": "f", "arguments": given}} for at, given in enumerate(arguments)]
     message = {"role": "assistant", "tool_calls": calls}
     whole, half = (json.dumps({"messages": [message] * most}).encode() for most in (count, count // 2))
 
     for _ in range(3):
-        assert len(read_tool_calls(Document(half)).records) == count // 2 * len(calls) * RECORD
+        assert len(read_calls(half).records) == count // 2 * len(calls) * RECORD
         with pytest.raises(NotCounted, match="inspect_limit"):
-            read_tool_calls(Document(whole))
+            read_calls(whole)
 
 
-@pytest.mark.parametrize(("tool", "count", "kept"), [("f", 8, 1), ("f", 9, 0), ("f" * 257, 1, 0)])
-def test_what_takes_much_room_is_not_remembered(tool: str, count: int, kept: int) -> None:
-    """Neither long names nor many calls can fill the memory; of long arguments a digest is kept."""
-    forget()
-    calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
-    body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
+def test_what_takes_much_room_is_not_remembered() -> None:
+    calls = [(f"{at}" + "f" * 9_000, {"a": "x" * 9_000}) for at in range(1_000)]
+    bodies = [json.dumps(SHAPES["chat"]([Did((each,), ("ok",))])).encode() for each in calls]
+    tracemalloc.start()
 
-    found = [len(read_tool_calls(Document(body)).records) for _ in range(2)]
+    found = [len(read_calls(body).records) for body in bodies]
 
-    assert found == [count * RECORD] * 2
-    assert len(chain._KNOWN) == kept
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == [RECORD] * 1_000
+    assert grown < 4_000_000
 
 
 @pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])
 def test_a_history_of_many_arguments_is_read(arguments: object) -> None:
-    """Its length is bounded by `max_inspect_bytes` alone."""
     calls = [{"id": f"{at}", "function": {"name": "f", "arguments": arguments}} for at in range(4)]
-    body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
 
-    assert len(read_tool_calls(Document(body)).records) == 4 * RECORD
+    assert len(read_calls({"messages": [{"role": "assistant", "tool_calls": calls}]}).records) == 4 * RECORD
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bodies_show_calls_or_none(name: str) -> None:
-    """Whatever a body is, nothing but NotCounted is raised, and records are whole."""
     try:
-        found = read_tool_calls(Document(HOSTILE[name][0]()))
+        found = read_calls(HOSTILE[name][0]())
     except NotCounted:
         return
 
@@ -327,7 +281,7 @@ def test_hostile_bodies_show_calls_or_none(name: str) -> None:
 def test_nearly_right_bodies_are_read_or_not_counted(value: dict[str, Any]) -> None:
     """With anything in any place, every record with an id is one of its own, and shows a tool that is listed or has no name."""
     try:
-        found = read_tool_calls(Document(json.dumps(value).encode()))
+        found = read_calls(value)
     except NotCounted:
         return
 
@@ -339,26 +293,22 @@ def test_nearly_right_bodies_are_read_or_not_counted(value: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(("calls", "refused"), [(2, False), (3, True)])
 def test_bounds_hold_for_messages_that_are_known(calls: int, refused: bool) -> None:
-    """Numbers with fractions are bounded in all messages together, whether those were read before or not."""
     given = {"n": [number + 0.5 for number in range(2_000)]}
-    body = json.dumps(SHAPES["chat"](number([[("read", {**given, "at": at})] for at in range(calls)]))).encode()
-    forget()
+    body = json.dumps(SHAPES["chat"](number([[("read", {**given, "at": [calls, at]})] for at in range(calls)]))).encode()
 
     for _ in range(2):
         found = open_conversation(Document(body))
         assert (find_place(found, prefilled=False) is None) is refused
         with pytest.raises(NotCounted, match="inspect_limit") if refused else nullcontext():
-            read_tool_calls(Document(body))
+            read_calls(body)
 
 
 def test_no_call_is_hidden_by_what_the_user_says_first() -> None:
-    """If that cannot be read, the conversation has no place in the chain, and its calls count all the same."""
     value = SHAPES["chat"](number([[("read", {})]]))
     value["messages"].insert(0, {"role": "user", "content": [{"type": "text", "text": "x"}] * 5_001})
-    document = Document(json.dumps(value).encode())
 
-    assert find_place(open_conversation(document), prefilled=False) is None
-    assert len(read_tool_calls(document).records) == RECORD
+    assert find_place(open_conversation(Document(json.dumps(value).encode())), prefilled=False) is None
+    assert len(read_calls(value).records) == RECORD
 
 
 @pytest.mark.parametrize(
@@ -378,18 +328,20 @@ def test_no_call_is_hidden_by_what_the_user_says_first() -> None:
         ({"inferenceConfig": 7}, 0),
         ({"options": {"num_predict": 7, "more": "x" * 5_000}}, 0),
         ({}, 0),
+        ({"max_tokens": 70, "n": 9}, 630),  # all of its answers, a thousand for each whose length is open
+        ({"n": 9}, 9_000),
+        ({"max_tokens": 10**12, "n": 2}, 262_144),
+        ({"n": 1}, 0),
     ],
 )
 def test_a_request_says_how_long_its_answer_may_be(more: dict[str, Any], expected: int) -> None:
-    """In tokens, wherever its API has that; what is no number of tokens says nothing, and calls are counted all the same."""
-    history = read_tool_calls(Document(json.dumps({**SHAPES["chat"]([ONCE]), **more}).encode()))
+    history = read_calls({**SHAPES["chat"]([ONCE]), **more})
 
     assert (history.answer, len(history.records)) == (expected, RECORD)
 
 
 def test_nesting_in_options_hides_no_calls() -> None:
-    """Options that are nested deeply are no reason not to count the calls."""
     deep = b"[" * 900 + b"]" * 900
     body = json.dumps(SHAPES["chat"]([ONCE])).encode()[:-1] + b',"options":' + deep + b"}"
 
-    assert len(read_tool_calls(Document(body)).records) == RECORD
+    assert len(read_calls(body).records) == RECORD

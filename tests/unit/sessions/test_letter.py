@@ -12,7 +12,6 @@ import pytest
 
 from extproc.cli.main import main
 from extproc.engine.orders import Overrides
-from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.session_report import describe_session
 from extproc.operator.events import SessionEvents
@@ -21,8 +20,8 @@ from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service, metadata_of, sample
-from tests.support.session_limits import ask, limited, status, told, turns
+from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, sample
+from tests.support.session_limits import ask, changed, limit_of, limited, settle, status, told, turns
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
 Calls = Sequence[tuple[str, int]]
@@ -60,61 +59,76 @@ def show(steps: Sequence[Calls], *tools: str) -> bytes:
     return json.dumps({**as_chat(done), "tools": declare(*(tools or PHASES))}).encode()
 
 
-def read_changed(answer: ProcessingResponse) -> dict[str, Any]:
-    """The body that goes on, if it was edited; empty if not."""
-    response = answer.request_body.response
-    return dict(json.loads(response.body_mutation.body)) if response.HasField("body_mutation") else {}
-
-
-def settle(service: Service, answer: ProcessingResponse, usage: Usage, status: int = 200) -> None:
-    """Tell of the answer to a request that was let through, as the access log does."""
-    named = tuple(json.loads(metadata_of(answer)["sessions"]))
-    service.settle_entry(Entry(named, status, status >= 500, 0, 0, "", usage, estimated=False, refused=False))
-
-
-def read_headers(answer: ProcessingResponse) -> dict[str, str]:
-    """Of a refusal."""
-    return {
-        option.header.key.lower(): option.header.raw_value.decode() for option in answer.immediate_response.headers.set_headers
-    }
-
-
 def list_offered(answer: ProcessingResponse) -> list[str]:
     """The tools that an edited request still offers, sorted; none if it may call none."""
-    changed = read_changed(answer)
-    return [] if changed.get("tool_choice") == "none" else sorted(tool["function"]["name"] for tool in changed.get("tools", []))
+    body = changed(answer)
+    return [] if body.get("tool_choice") == "none" else sorted(tool["function"]["name"] for tool in body.get("tools", []))
 
 
-def test_calls_of_the_model_are_checked_before_each_and_never_given_back() -> None:
-    """1: `max_steps` lets that many requests pass; a history that has lost its older steps does not lower the count."""
-    service = make_service(limited(max_steps=3))
-
-    answers = [ask(service, turns(number)) for number in (0, 1, 2, 3)] + [ask(service, show([]))]
-
-    assert [status(answer) for answer in answers] == [200, 200, 200, 429, 429]
-    assert told(answers[3])["error"] == "session_limit_exceeded"
+def show_each(steps: Sequence[Calls]) -> list[bytes]:
+    """Requests that show ever more of these steps."""
+    return [show(steps[:count]) for count in range(len(steps) + 1)]
 
 
-@pytest.mark.parametrize("limit", [1, 4])
-def test_no_model_is_called_once_the_total_of_tool_calls_is_the_limit(limit: int) -> None:
-    """2: in mode `block`, a total that equals `max_tool_calls` refuses the request that shows it: 4 runs no fifth."""
-    service = make_service(limited(max_tool_calls=limit))
+FIVE = {"loop_detection": {"window": 5, "threshold": 3}}
+THREE: list[Calls] = [[("search", at) for at in range(3)], [("scan", at) for at in range(3)]]
+NARROW = {"max_tool_calls": 1, "max_tool_calls_mode": "narrow"}
+RUNS = [turns(number) for number in range(6)]
+STUCK: list[Calls] = [[("search", 1)]]
+LOST = [
+    json.dumps({**as_chat([Did((("search", {"n": 1}), ("scan", {"n": at})), ("ok", "ok"), number=at)]), "tools": []}).encode()
+    for at in (1, 2, 3)
+]
+CASES: dict[str, tuple[dict[str, Any], Sequence[bytes], int, tuple[str, int, int] | None]] = {
+    "1: steps, whatever a history has lost": ({"max_steps": 3}, [*RUNS[:4], show([])], 3, ("max_steps", 3, 3)),
+    "2: one tool call": ({"max_tool_calls": 1}, RUNS[:2], 1, ("max_tool_calls", 1, 1)),
+    "2: a total that equals the limit": ({"max_tool_calls": 4}, RUNS[:5], 4, ("max_tool_calls", 4, 4)),
+    "2: each call of an answer": ({"max_tool_calls": 4}, show_each(THREE), 2, ("max_tool_calls", 6, 4)),
+    "3: narrow holds back no steps": ({"max_steps": 1, **NARROW}, RUNS[:2], 1, ("max_steps", 1, 1)),
+    "3: narrow, and no tool has calls of its own": (NARROW, RUNS[:2], 1, ("max_tool_calls", 1, 1)),
+    "6: equal calls beside others": (
+        FIVE,
+        show_each([[("search", 1), ("scan", at)] for at in range(3)]),
+        3,
+        ("loop_detection", 3, 3),
+    ),
+    "6: in a row": (FIVE, [show(STUCK * 3)], 0, ("loop_detection", 3, 3)),
+    "6: in one answer": (FIVE, [show([[("search", 1)] * 3])], 0, ("loop_detection", 3, 3)),
+    "6: other arguments": (FIVE, [show([[("search", at)] for at in range(9)])], 1, None),
+    "6: other tools": (FIVE, [show([[(PHASES[at], 1)] for at in (0, 1, 2)] * 2)], 1, None),
+    "6: outside of the window": (FIVE, [show([*STUCK * 2, *([("scan", at)] for at in range(3)), *STUCK])], 1, None),
+    "6: with pauses": (
+        FIVE,
+        [show([*([("search", 1), ("scan", at)] for at in (1, 2)), *([("scan", at)] for at in (3, 4)), *STUCK])],
+        0,
+        ("loop_detection", 3, 3),
+    ),
+    "6: over": (FIVE, [show([*STUCK * 3, [("scan", 1)]])], 1, None),
+    "6: steps that a history has lost": (FIVE, LOST, 2, ("loop_detection", 3, 3)),
+    "ours: three retries are no steps": ({"max_steps": 1}, [RUNS[1]] * 5, 4, ("max_steps", 1, 1)),
+    "ours: three retries of each step": ({"max_steps": 5}, [RUNS[1]] * 22, 20, ("max_steps", 5, 5)),
+    **{
+        f"ours: half a character hides no calls: {cut!r}": (
+            {"max_tool_calls": 3},
+            [body.replace(b"result 1", b"result " + cut) for body in RUNS[1:4]],
+            2,
+            ("max_tool_calls", 3, 3),
+        )
+        for cut in (rb"\ud83d", rb"\uDCFF", rb"\ude00\ud83d")
+    },
+}
 
-    answers = [ask(service, turns(number)) for number in range(limit + 1)]
 
-    assert [status(answer) for answer in answers] == [200] * limit + [429]
-    assert [told(answers[-1])[name] for name in ("limit", "used", "allowed")] == ["max_tool_calls", limit, limit]
+@pytest.mark.parametrize(("limits", "bodies", "passed", "refused"), CASES.values(), ids=CASES)
+def test_requests_pass_up_to_a_limit(
+    limits: dict[str, Any], bodies: Sequence[bytes], passed: int, refused: tuple[str, int, int] | None
+) -> None:
+    service = make_service(limited(**limits))
 
+    answers = [ask(service, data) for data in bodies]
 
-def test_each_call_of_an_answer_counts_towards_the_total() -> None:
-    """2: an answer with several calls counts each of them, and may pass the limit by all but one."""
-    service = make_service(limited(max_tool_calls=4))
-    three, six = [[("search", at) for at in range(3)]], [[("search", at) for at in range(3)], [("scan", at) for at in range(3)]]
-
-    answers = [ask(service, show(steps)) for steps in ([], three, six)]
-
-    assert [status(answer) for answer in answers] == [200, 200, 429]
-    assert told(answers[-1])["used"] == 6
+    assert [status(answer) for answer in answers] == [200] * passed + [429] * (len(bodies) - passed)
+    assert refused is None or limit_of(answers[-1]) == refused
 
 
 def test_narrow_leaves_exactly_the_tools_that_have_calls_of_their_own_left() -> None:
@@ -138,7 +152,7 @@ def test_narrow_leaves_exactly_the_tools_that_have_calls_of_their_own_left() -> 
         wanted = ("search" if at < 15 else "collect", "scan")
         steps.append([(next(tool for tool in (*wanted, "collect") if tool in offered[at]), at)])
 
-    assert [told(answer)[name] for name in ("limit", "used", "allowed")] == ["max_tool_calls", 20, 15]
+    assert limit_of(answer) == ("max_tool_calls", 20, 15)
     assert {at: tools for at, tools in offered.items() if at >= 15} == {
         15: ["collect", "scan"], 16: ["collect", "scan"], 17: ["collect", "scan"], 18: ["scan"], 19: ["scan"],
     }  # fmt: skip
@@ -155,16 +169,6 @@ def test_a_later_phase_is_reached_when_one_answer_has_used_up_the_total() -> Non
     assert told(ask(service, show([*steps, [("collect", 1)], [("search", 9)]])))["limit"] == "max_tool_calls"
 
 
-@pytest.mark.parametrize(("limits", "limit"), [({"max_steps": 1}, "max_steps"), ({}, "max_tool_calls")])
-def test_narrow_holds_back_no_other_limit(limits: dict[str, Any], limit: str) -> None:
-    """3: steps block whatever the mode, and so does the cap if no tool has calls of its own."""
-    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="narrow", **limits))
-    answers = [ask(service, turns(number)) for number in (0, 1)]
-
-    assert [status(answer) for answer in answers] == [200, 429]
-    assert told(answers[1])["limit"] == limit
-
-
 def test_a_tool_has_a_count_of_its_own() -> None:
     """4: `max_calls_per_tool` holds for the tools that it names, each alone; a tool that is not named has no such limit."""
     service = make_service(limited(max_calls_per_tool={"collect": 2, "scan": 1}))
@@ -172,7 +176,7 @@ def test_a_tool_has_a_count_of_its_own() -> None:
 
     assert list_offered(ask(service, show(steps))) == ["search"]
     refused = ask(service, show([*steps, [("scan", 2)]]))
-    assert [told(refused)[name] for name in ("limit", "used", "allowed")] == ["max_calls_per_tool", 2, 1]
+    assert limit_of(refused) == ("max_calls_per_tool", 2, 1)
 
 
 @pytest.mark.parametrize(("most", "used", "held"), [(1, 0, True), (2, 0, False), (9, 7, False), (9, 8, True), (9, 9, False)])
@@ -181,42 +185,39 @@ def test_one_answer_cannot_pass_a_tool_s_limit(most: int, used: int, held: bool)
     service = make_service(limited(max_calls_per_tool={"scan": most}))
     steps: list[Calls] = [[("scan", at)] for at in range(used)]
 
-    changed = read_changed(ask(service, show(steps)))
-
-    assert changed.get("parallel_tool_calls") is (False if held else None)
-    assert not read_changed(ask(service, show(steps, "search"), session="without that tool"))
+    assert changed(ask(service, show(steps))).get("parallel_tool_calls") is (False if held else None)
+    assert not changed(ask(service, show(steps, "search"), session="without that tool"))
 
 
 def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
-    """4, ours: each API has its own way."""
     service = make_service(limited(max_calls_per_tool={"scan": 1}))
     sent = {**as_anthropic([]), "tools": [{"name": "scan", "input_schema": {"type": "object"}}]}
 
-    changed = read_changed(ask(service, json.dumps(sent).encode()))
+    assert changed(ask(service, json.dumps(sent).encode())) == {
+        **sent,
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    }
 
-    assert changed == {**sent, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
 
-
-def test_while_calls_are_left_a_body_that_can_be_read_in_two_ways_goes_on() -> None:
-    """4, ours: nothing has to be taken from it, so it goes on; a metric tells that its answer is not held to one call."""
-    service = make_service(limited(max_calls_per_tool={"scan": 1}))
-    twice = show([], "scan").replace(b'"name": "scan"', b'"name": "scan", "name": "run"')
+@pytest.mark.parametrize(
+    ("limits", "twice"),
+    [
+        ({"max_calls_per_tool": {"scan": 1}}, show([], "scan").replace(b'"name": "scan"', b'"name": "scan", "name": "run"')),
+        (
+            {"max_steps": 3, "usage": "request"},
+            b'{"stream":true,"stream_options":{},"stream_options":{},"messages":[{"role":"user","content":"hi"}]}',
+        ),
+    ],
+    ids=["held to one call", "asked for its usage"],
+)
+def test_a_body_that_can_be_read_in_two_ways_is_not_edited(limits: dict[str, Any], twice: bytes) -> None:
+    """4 and 5, ours: nothing has to be taken from it, so it goes on; a metric tells that its answer is not held to one call."""
+    service = make_service(limited(**limits))
 
     answer = ask(service, twice)
 
-    assert (status(answer), read_changed(answer)) == (200, {})
-    assert sample(service, "unnarrowed_total", policy="agents", reason="ambiguous_body") == 1
-
-
-def test_a_batch_of_equal_calls_beside_others_is_a_loop() -> None:
-    """6: the window is of steps, and every call in them counts: (search x, another) for the third time is refused."""
-    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}))
-    steps: list[Calls] = [[("search", 1), ("scan", at)] for at in range(3)]
-
-    answers = [ask(service, show(steps[:count])) for count in range(4)]
-
-    assert [status(answer) for answer in answers] == [200, 200, 200, 429]
-    assert [told(answers[3])[name] for name in ("limit", "used", "allowed")] == ["loop_detection", 3, 3]
+    assert (status(answer), changed(answer)) == (200, {})
+    assert sample(service, "unnarrowed_total", policy="agents", reason="ambiguous_body") == ("usage" not in limits)
 
 
 PRICES = {"*": {"input": 10, "output": 50}}
@@ -231,8 +232,8 @@ def test_the_call_that_passes_the_cost_has_run() -> None:
         settle(service, ask(service, sent), usage, status_)
 
     refused = ask(service, show([[("scan", 1)]]))
-    assert [told(refused)[name] for name in ("limit", "used", "allowed")] == ["max_cost_per_session", 1.7, 1.0]
-    assert read_headers(refused)["x-should-retry"] == "false"
+    assert limit_of(refused) == ("max_cost_per_session", 1.7, 1.0)
+    assert headers_of(refused)["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,6 @@ def test_requests_at_once_do_not_all_run_on_the_last_dollar(asked: dict[str, Any
     ],
 )
 def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, asked: Any) -> None:  # noqa: ANN401  # JSON
-    """5, ours: `usage: request` asks for it where the API has a switch for that; nothing else in the body changes."""
     sent = {**json.loads(show([])), **options}
     data = json.dumps(sent).encode()
     given: list[tuple[Any, dict[str, Any]]] = [(asked, {"usage": "request"}), (None, {})]
@@ -281,22 +281,11 @@ def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, ask
 
         answer = decoded(exchange(service, headers(path, x_team="t", x_session_id="s"), body(data))[-1])
 
-        assert read_changed(answer) == ({} if wanted is None else {**sent, "stream_options": wanted})
+        assert changed(answer) == ({} if wanted is None else {**sent, "stream_options": wanted})
         assert metadata_of(answer)["sessions"]
 
 
-def test_a_body_that_cannot_be_edited_is_not_asked_for_usage() -> None:
-    """5, ours: it goes on as it is, so that its cost stays an estimate."""
-    service = make_service(limited(max_steps=3, usage="request"))
-    twice = b'{"stream":true,"stream_options":{},"stream_options":{},"messages":[{"role":"user","content":"hi"}]}'
-
-    answer = ask(service, twice)
-
-    assert (status(answer), read_changed(answer)) == (200, {})
-
-
 def test_a_request_that_only_waits_for_others_may_be_sent_again() -> None:
-    """5, ours: while open requests may use up the rest, others are told to wait; that does not break the circuit."""
     limits: dict[str, Any] = {"max_cost_per_session": 1.0, "prices": PRICES, "circuit_breaker": {"consecutive_blocks": 2}}
     service = make_service(limited(**limits, reject_status=402))
     dear = json.loads(show([])) | {"max_tokens": 30_000}
@@ -306,15 +295,15 @@ def test_a_request_that_only_waits_for_others_may_be_sent_again() -> None:
     settle(service, first, Usage(0, 1_000))
 
     assert [status(answer) for answer in waiting] == [429] * 3
-    headers = read_headers(waiting[0])
-    assert (headers["retry-after"], headers.get("x-should-retry")) == ("5", None)
+    said = headers_of(waiting[0])
+    assert (said["Retry-After"], said.get("x-should-retry")) == ("5", None)
     assert "Send this request again" in told(waiting[0])["message"]
     assert status(ask(service, show([[("scan", 1)]]))) == 200
 
 
 @pytest.mark.parametrize(("fails", "killed"), [((200, 500, 500), True), ((500, 200, 500), False)], ids=["in a row", "reset"])
 def test_errors_in_a_row_kill(fails: Sequence[int], killed: bool) -> None:
-    """7: errors in a row kill the session, each success begins the row anew, and all that follows is refused as killed."""
+    """7: each success begins the row anew, and all that follows is refused as killed."""
     service = make_service(limited(circuit_breaker={"consecutive_errors": 2}))
     for number, each in enumerate(fails):
         settle(service, ask(service, turns(number)), Usage(0, 0), each)
@@ -326,7 +315,7 @@ def test_errors_in_a_row_kill(fails: Sequence[int], killed: bool) -> None:
 
 
 def test_refusals_in_a_row_kill() -> None:
-    """7: refusals in a row kill the session, and a request that is let through begins the row anew."""
+    """7: a request that is let through begins the row anew."""
     service = make_service(limited(max_steps=1, circuit_breaker={"consecutive_blocks": 2}))
 
     answers = [ask(service, turns(number)) for number in (0, 1, 0, 1, 2, 0)]  # the first one sent again is a retry
@@ -336,42 +325,23 @@ def test_refusals_in_a_row_kill() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_steps": 0}, {"max_tool_calls_mode": "shrink"}, {"max_stepps": 3}, {"max_cost_per_session": "x"}]
-)
-def test_limits_that_do_not_compile_are_not_ignored(limits: dict[str, Any], tmp_path: Path) -> None:
-    """10: a file with a limit that cannot be enforced does not load."""
-    file = tmp_path / "policy.json"
-    file.write_text(json.dumps(limited(**{"max_tool_calls": 3, **limits})))
-
-    assert main(["validate", str(file)]) == 1
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
+    ("limits", "code"),
     [
-        ([[("search", 1)]] * 3, 429),
-        ([[("search", 1)] * 3], 429),
-        ([[("search", at)] for at in range(9)], 200),
-        ([[(PHASES[at], 1)] for at in (0, 1, 2)] * 2, 200),
-        ([*([[("search", 1)]] * 2), *([("scan", at)] for at in range(3)), [("search", 1)]], 200),
-        ([*([[("search", 1), ("scan", at)] for at in (1, 2)]), *([("scan", at)] * 1 for at in (3, 4)), [("search", 1)]], 429),
-        ([*([[("search", 1)]] * 3), [("scan", 1)]], 200),
+        *(({"max_tool_calls": 3, **wrong}, 1) for wrong in ({"max_steps": 0}, {"max_stepps": 3})),
+        *(({"max_tool_calls": 3, **wrong}, 1) for wrong in ({"max_tool_calls_mode": "shrink"}, {"max_cost_per_session": "x"})),
+        (GENERAL, 0),
+        (HIGH_RISK, 0),
     ],
-    ids=["in a row", "in one answer", "other arguments", "other tools", "outside of the window", "with pauses", "over"],
 )
-def test_what_a_loop_is(steps: Sequence[Calls], expected: int) -> None:
-    """6: a call of the newest step that stands `threshold` times in the last `window` steps; nothing else is one."""
-    assert status(ask(make_service(limited(loop_detection={"window": 5, "threshold": 3})), show(steps))) == expected
+def test_limits_load_as_they_stand_or_are_errors(
+    limits: dict[str, Any], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10 and 11: a limit that cannot be enforced is not ignored; to the recommended values nothing has to be added."""
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(limited(**limits)))
 
-
-def test_steps_that_a_history_has_lost_are_in_the_window() -> None:
-    """6: what earlier requests of the session have shown counts as well, with all calls of each step."""
-    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}))
-    done = [Did((("search", {"n": 1}), ("scan", {"n": at})), ("ok", "ok"), number=at) for at in range(1, 6)]
-
-    bodies = [json.dumps({**as_chat(done[at : at + 1]), "tools": declare(*PHASES)}).encode() for at in range(3)]
-
-    assert [status(ask(service, data)) for data in bodies] == [200, 200, 429]
+    assert main(["validate", str(file)]) == code
+    assert code or "price" not in capsys.readouterr().err
 
 
 def test_limits_are_checked_in_their_order() -> None:
@@ -418,7 +388,6 @@ def test_the_state_of_a_session_can_be_read_while_it_runs() -> None:
 
 
 def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
-    """Ours: a step shows the tools that ran before it, and how many of their results are errors, marked or in words."""
     service = make_service(limited(max_steps=9))
     did = Did((("scan", {"n": 1}), ("search", {"n": 1})), ("Error: no such host", "3 found"), number=1)
     for sent in (as_chat([did]), as_chat([did, did._replace(number=2, results=("ok", "ok"))])):
@@ -432,26 +401,6 @@ def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
     assert {tuple((*call.tools, call.errors) for call in row.calls) for row in rows} == {
         (("scan", "search", 1), ("scan", "search", 0)), (("scan", 1),),
     }  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limits", [GENERAL, HIGH_RISK], ids=["most agents", "high risk"])
-def test_recommended_values_load_as_they_stand(
-    limits: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """11: nothing has to be added."""
-    file = tmp_path / "policy.json"
-    file.write_text(json.dumps(limited(**limits)))
-
-    assert main(["validate", str(file)]) == 0
-    assert "price" not in capsys.readouterr().err
-
-
-def test_a_retry_is_no_step_three_times() -> None:
-    """Ours: a request that is sent again is no step, but only three times for each step."""
-    service = make_service(limited(max_steps=1))
-
-    assert [status(ask(service, turns(1))) for _ in range(5)] == [200] * 4 + [429]
 
 
 def order(service: Service, **grant: Any) -> None:  # noqa: ANN401  # of an order
@@ -481,7 +430,6 @@ def test_a_tool_with_no_calls_needs_a_person() -> None:
 
 
 def test_the_refusal_and_the_event_say_what_asks_and_how_to_grant_it() -> None:
-    """Ours: the command that both print lets this session go on, and only this one."""
     service = make_service(limited(max_calls_per_tool={"refund": 0}))
     steps: list[Calls] = [[("refund", 1), ("refund", 2)]]
 

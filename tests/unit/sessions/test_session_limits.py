@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from extproc.sessions.session_limits import BUDGET_KEYS, Session
+from extproc.sessions.session_limits import BUDGET_KEYS, Session, SessionLimits
 from tests.support.bundles import check, plain, refused, spec
 
 LIMITS: dict[str, Any] = {
@@ -21,14 +21,19 @@ LIMITS: dict[str, Any] = {
 """As in-process SDKs write them."""
 
 
+def load(**spec_: Any) -> SessionLimits:  # noqa: ANN401  # keys of the spec
+    """The limits of a policy that loads without a warning."""
+    loaded = check(spec(**spec_))
+    assert loaded.warnings == ()
+    limits = loaded.sources[0].policies[0].spec.session_limits
+    assert limits is not None
+    return limits
+
+
 def test_the_format_of_in_process_sdks_loads_as_it_is() -> None:
     """Every key has the meaning that it has there, and a policy needs nothing beside it."""
-    document = spec(loop_detection=None, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS)
-    loaded = check(document)
+    limits = load(loop_detection=None, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS)
 
-    limits = loaded.sources[0].policies[0].spec.session_limits
-    assert loaded.warnings == ()
-    assert limits is not None
     assert limits.model_dump(include=set(LIMITS)) == LIMITS
     assert limits.needs_answers()
 
@@ -36,15 +41,10 @@ def test_the_format_of_in_process_sdks_loads_as_it_is() -> None:
 def test_money_has_prices() -> None:
     """A price is given in dollars per million tokens; the other limits need none."""
     prices = {"gpt-*": {"input": 2.5, "output": 10}, "*": {"input": 1, "output": 4, "cache_read": 0.1, "cache_write": 1.25}}
-    document = spec(session_limits={"max_cost_per_session": 1, "prices": prices})
-    limits = check(document).sources[0].policies[0].spec.session_limits
-    plainly = check(spec(session_limits={"max_steps": 1})).sources[0].policies[0].spec.session_limits
+    limits = load(session_limits={"max_cost_per_session": 1, "prices": prices})
 
-    assert limits is not None
-    assert plainly is not None
-    assert limits.prices["gpt-*"].output == 10
-    assert limits.prices["*"].cache_write == 1.25
-    assert not plainly.needs_answers()
+    assert (limits.prices["gpt-*"].output, limits.prices["*"].cache_write) == (10, 1.25)
+    assert not load(session_limits={"max_steps": 1}).needs_answers()
 
 
 def test_agents_count_together_with_the_one_that_started_them() -> None:
@@ -110,7 +110,6 @@ REFUSED: list[tuple[object, str, str]] = [
 
 @pytest.mark.parametrize(("limits", "place", "message"), REFUSED, ids=[place or "empty" for _, place, _ in REFUSED])
 def test_each_key_is_checked(limits: object, place: str, message: str) -> None:
-    """An error names the place and what would be right."""
     (pointer, found), *more = plain(refused(spec(session_limits=limits)))
 
     assert (pointer, more) == (f"/spec/session_limits{place}", [])
@@ -129,7 +128,6 @@ def test_limits_of_agents_that_nothing_names_are_told(keys: list[str]) -> None:
 
 @pytest.mark.parametrize("place", ["agent_keys", "parent_keys"])
 def test_agents_are_named_outside_of_the_body(place: str) -> None:
-    """The agent of a request is read before its body."""
     ((pointer, message),) = plain(refused(spec(session={place: ["body:/agent"]}, session_limits={"max_agents": 3})))
 
     assert pointer == f"/spec/session/{place}/0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -19,24 +20,14 @@ from tests.support.sessions import agents, send, turn
 from tests.support.turn_writers import Did, as_chat, as_gemini
 
 
-def write(messages: list[dict[str, Any]], **more: Any) -> bytes:  # noqa: ANN401  # of a body
-    """A body of Chat Completions."""
+def say(*texts: str, **more: Any) -> bytes:  # noqa: ANN401  # of a body
+    """A chat of the user's words, or of the system's where they begin so."""
+    messages = [{"role": "system" if text.startswith("System: ") else "user", "content": text} for text in texts]
     return json.dumps({"model": "m", "messages": messages, **more}).encode()
 
 
-TITLE = write(
-    [
-        {"role": "system", "content": "Name the thread. Answer with the name alone."},
-        {"role": "user", "content": "Name this conversation:"},
-        {"role": "user", "content": "Fix the build."},
-    ]
-)
-SUMMARY = write(
-    [
-        {"role": "system", "content": "Sum up."},
-        {"role": "user", "content": "<conversation>\n[User]: Fix the build.\n[Assistant]: ..."},
-    ]
-)
+TITLE = say("System: Name the thread. Answer with the name alone.", "Name this conversation:", "Fix the build.")
+SUMMARY = say("System: Sum up.", "<conversation>\n[User]: Fix the build.\n[Assistant]: ...")
 
 
 def compact(count: int) -> bytes:
@@ -53,33 +44,48 @@ def used(service: Service) -> tuple[int, int]:
     return run.standing.steps, run.standing.tool_calls
 
 
-def test_a_title_before_the_first_step_is_none() -> None:
-    """Nothing tells it from a step until the first request with tools comes; that takes it back."""
-    service = make_service(limited(max_steps=3))
+LONG = [Did((("run", {"step": at}),), ("y" * 3_000,), number=at) for at in range(1, 31)]
+CASES: dict[str, tuple[int, Sequence[bytes], list[int], tuple[int, int]]] = {
+    "a title before the first step is none": (
+        3,
+        [TITLE, *(turns(number) for number in range(4))],
+        [200] * 4 + [429],
+        (3, 3),
+    ),
+    "a summary between two steps is none, though it shows the calls": (
+        4,
+        [TITLE, turns(0), turns(1), SUMMARY, turns(2), compact(3), say("x", tools=[TOOL]), turns(4)],
+        [200] * 7 + [429],
+        (4, 4),
+    ),
+    "as many requests that pose as such pass as by retries alone": (
+        5,
+        [turns(1), *(say(f"try {number}") for number in range(40))],
+        [200] * 20 + [429] * 21,
+        (5, 1),
+    ),
+    "where no request has tools, each is a step": (2, [say(f"step {number}") for number in range(3)], [200, 200, 429], (2, 0)),
+    "long histories that are known again offer what they offered": (
+        100,
+        [
+            json.dumps({**as_chat(LONG[:count]), **offer}).encode()
+            for count in range(10, 31)
+            for offer in ({"tools": [TOOL]}, *([{}] if count % 3 == 0 else []))
+        ],
+        [200] * 28,
+        (21, 30),
+    ),
+}
 
-    assert [status(ask(service, data)) for data in (TITLE, turns(0), turns(1), turns(2), turns(3))] == [200] * 4 + [429]
-    assert used(service) == (3, 3)
 
+@pytest.mark.parametrize(("most", "requests", "expected", "counted"), CASES.values(), ids=CASES)
+def test_what_is_asked_aside_is_no_step(
+    most: int, requests: Sequence[bytes], expected: list[int], counted: tuple[int, int]
+) -> None:
+    service = make_service(limited(max_steps=most))
 
-def test_a_summary_between_two_steps_is_none() -> None:
-    """Neither one that quotes the conversation, nor one that shows it: the calls in that are the agent's, and count once."""
-    service = make_service(limited(max_steps=4))
-
-    sent = [TITLE, turns(0), turns(1), SUMMARY, turns(2), compact(3), write([{"role": "user", "content": "x"}], tools=[TOOL])]
-
-    assert [status(ask(service, data)) for data in sent] == [200] * 7
-    assert used(service) == (4, 3)
-    assert status(ask(service, turns(4))) == 429
-
-
-def test_a_loop_does_not_hide_as_side_requests() -> None:
-    """Three for each step are free, retries among them: as many requests pass as by retries alone."""
-    service = make_service(limited(max_steps=5))
-    posing = [write([{"role": "user", "content": f"try {number}"}]) for number in range(40)]
-
-    found = [status(ask(service, data)) for data in [turns(1), *posing]]
-
-    assert found == [200] * 20 + [429] * 21
+    assert [status(ask(service, data)) for data in requests] == expected
+    assert used(service) == counted
 
 
 @pytest.mark.deep
@@ -93,19 +99,10 @@ def test_whatever_the_order_steps_stay_exact() -> None:
             sent.append(turns(number))
             most += 1
             sent += [
-                order.choice([TITLE, SUMMARY, compact(number), write([{"role": "user", "content": str(order.random())}])])
-                for _ in range(order.randint(0, 3))
+                order.choice([TITLE, SUMMARY, compact(number), say(str(order.random()))]) for _ in range(order.randint(0, 3))
             ]
         assert {status(ask(service, data)) for data in sent} == {200}
         assert used(service)[0] == most, seed
-
-
-def test_a_program_without_tools_has_steps_all_the_same() -> None:
-    """Side requests are known by the tools that the others have: where there are none, each request is a step."""
-    service = make_service(limited(max_steps=2))
-    texts = [write([{"role": "user", "content": f"step {number}"}]) for number in range(3)]
-
-    assert [status(ask(service, data)) for data in texts] == [200, 200, 429]
 
 
 def test_side_requests_without_a_header_are_conversations_of_their_own() -> None:
@@ -115,25 +112,19 @@ def test_side_requests_without_a_header_are_conversations_of_their_own() -> None
     tools = [{"functionDeclarations": [{"name": "read_file"}]}]
     done = [Did((("read_file", {"path": str(at)}),), (f"text {at}",), number=at) for at in range(1, 5)]
 
-    def send_one(path: str, document: dict[str, Any]) -> int:
-        sent = exchange(
-            service, headers(f"/v1beta/models/{path}:generateContent", x_team="t"), body(json.dumps(document).encode())
-        )
-        return status(decoded(sent[-1]))
-
     found = []
     for number in range(5):
-        asked = {**as_gemini(done[:number]), "tools": tools}
         routed = router | {"systemInstruction": {"parts": [{"text": f"step {number}"}]}}
-        found.append((send_one("small", routed), send_one("large", asked)))
+        for model, document in (("small", routed), ("large", {**as_gemini(done[:number]), "tools": tools})):
+            message = headers(f"/v1beta/models/{model}:generateContent", x_team="t")
+            found.append(status(decoded(exchange(service, message, body(json.dumps(document).encode()))[-1])))
 
-    assert found == [(200, 200)] * 3 + [(200, 429)] * 2
+    assert found == [200] * 6 + [200, 429] * 2
 
 
 @pytest.mark.parametrize(
     ("document", "offer"),
     [
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, OFFERS_TOOLS),
         ({"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}, OFFERS_TOOLS),
         ({"messages": [{"role": "user", "content": "x"}], "tools": []}, OFFERS_NONE),
         ({"messages": [{"role": "user", "content": "x"}], "tools": None}, OFFERS_NONE),
@@ -147,25 +138,10 @@ def test_side_requests_without_a_header_are_conversations_of_their_own() -> None
     ],
 )
 def test_what_a_request_offers_is_read_for_every_api(document: dict[str, Any], offer: int) -> None:
-    """Where the server may keep the tools, it is not known."""
     assert read_tool_calls(Document(json.dumps(document).encode())).offer == offer
 
 
-def test_long_histories_that_are_known_again_offer_what_they_offered() -> None:
-    """Of such a body only what is new is read, and the tools are not."""
-    service = make_service(limited(max_steps=100))
-    long = [Did((("run", {"step": at}),), ("y" * 3_000,), number=at) for at in range(1, 31)]
-
-    for count in range(10, 31):
-        assert status(ask(service, json.dumps({**as_chat(long[:count]), "tools": [TOOL]}).encode())) == 200
-        if count % 3 == 0:
-            assert status(ask(service, json.dumps(as_chat(long[:count])).encode())) == 200
-
-    assert used(service) == (21, 30)
-
-
 def test_turns_are_not_disturbed() -> None:
-    """The third equal turn of a session is refused, whatever is asked between them."""
     service = make_service(agents())
 
     sent = [TITLE, turn(1), TITLE, SUMMARY, turn(2), SUMMARY, turn(3)]
@@ -184,7 +160,6 @@ def test_turns_are_not_disturbed() -> None:
     ],
 )
 def test_what_asks_no_model_is_no_step(method: str, path: str) -> None:
-    """However often a program looks whether a server is there, or how long its prompt is."""
     document = limited(max_steps=1)
     document["spec"] |= {"selector": {"pathPrefix": "/"}, "unnamed_limits": {"max_steps": 1}}
     service = make_service(document)

@@ -51,13 +51,11 @@ class Servers:
 
 
 def look(care: StoreCare, times: int = 1) -> None:
-    """Look as often."""
     for _ in range(times):
         asyncio.run(care.look())
 
 
 def attend(store: object) -> tuple[StoreCare, list[Any]]:
-    """What looks after a store, and what it tells."""
     care, told = StoreCare(store, Metrics()), list[Any]()
     care.emit = told.append
     return care, told
@@ -83,23 +81,17 @@ def test_an_emptied_server_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_store_that_is_away_is_not_emptied() -> None:
-    """Nor is it while nothing is known of it."""
-    servers = Servers(LOG)
+    servers, down = Servers(LOG), StoreError("down", kind="connection")
     care, told = attend(servers)
-    servers.error = StoreError("down", kind="connection")
-    look(care)
-    servers.error = None
-    look(care)
-    servers.error = StoreError("down", kind="connection")
-    look(care)
-    servers.error = None
-    look(care)
+
+    for error in (down, None, down, None):
+        servers.error = error
+        look(care)
 
     assert (told, care.emptied) == ([], 0)
 
 
 def test_a_store_in_memory_needs_no_care() -> None:
-    """It ends with its process."""
     care, told = attend(MemoryStore(Metrics()))
     look(care)
 
@@ -111,7 +103,6 @@ def test_a_store_in_memory_needs_no_care() -> None:
     [((LOG, LOG), LOG), ((LOG, SNAPSHOTS), SNAPSHOTS), ((UNKNOWN, SNAPSHOTS), UNKNOWN), ((LOG, NOTHING), NOTHING)],
 )
 def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -> None:
-    """Each has a part of the budgets."""
     care, _ = attend(Servers(*kept))
     look(care)
 
@@ -133,7 +124,6 @@ def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -
     ],
 )
 def test_persistence_is_read_from_the_servers_own_words(info: str, points: str | None, expected: str) -> None:
-    """What a server does not tell is unknown, not good."""
     assert judge_persistence(info, points) == expected
 
 
@@ -141,7 +131,6 @@ def test_persistence_is_read_from_the_servers_own_words(info: str, points: str |
     ("reply", "expected"), [([b"save", b"3600 1"], "3600 1"), ([b"save", b""], ""), ([], None), (None, None), (b"OK", None)]
 )
 def test_a_setting_is_read_from_an_answer(reply: object, expected: str | None) -> None:
-    """A hidden setting is none."""
     assert read_settings(reply) == expected
 
 
@@ -160,17 +149,20 @@ class Layout:
 
 @pytest.mark.parametrize("owners", [("a",), ("a", "a", "b", "b"), ("a", "b", "c", "a"), tuple("abcdefgh")])
 def test_every_server_has_a_mark(owners: tuple[str, ...]) -> None:
-    """In a part of the keys that is its own."""
     connections = SideConnections(Layout(*owners), "loopguard:")
 
     found = [owners[connections.find_part(name)] for name in connections.list_subjects("epoch")]
     assert sorted(found) == sorted(set(owners))
 
 
-def report(**known: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of ServerState
-    """The JSON of /coverage of a server with these facts."""
+NOW = 1_000_000.0
+
+
+def report(reason: str, **known: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # noqa: ANN401  # fields of ServerState
+    """The JSON of /coverage of a server with these facts, and its findings for a reason."""
     state = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0, **known)
-    return make_report(View(CoverageDocument([], 0.0, 60.0), "r", ["r"], ""), state, {}, 1_000_000.0)
+    made = make_report(View(CoverageDocument([], 0.0, 60.0), "r", ["r"], ""), state, {}, NOW)
+    return made, [each for each in made["findings"] if each["reason"] == reason]
 
 
 @pytest.mark.parametrize(
@@ -185,24 +177,16 @@ def report(**known: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of ServerS
     ],
 )
 def test_doctor_says_what_a_restart_would_lose(persistence: str, must_keep: bool, level: str | None) -> None:  # a case
-    """Only if there is something that must not be lost."""
-    found = [
-        each
-        for each in report(persistence=persistence, must_keep=must_keep)["findings"]
-        if each["reason"] == "store_persistence"
-    ]
+    _, found = report("store_persistence", persistence=persistence, must_keep=must_keep)
 
     assert [each["level"] for each in found] == ([level] if level else [])
     assert all("budgets would be full again" in each["text"] for each in found)
 
 
-def test_doctor_says_for_a_day_that_the_store_was_emptied() -> None:
-    """And since when it has kept what it has."""
-    now = 1_000_000.0
+@pytest.mark.parametrize(("emptied", "expected"), [(NOW - 60, 1), (NOW - 90_000, 0), (0.0, 0)])
+def test_doctor_says_for_a_day_that_the_store_was_emptied(emptied: float, expected: int) -> None:
+    made, found = report("store_emptied", emptied=emptied, kept_since=NOW - 3_600)
 
-    for emptied, expected in ((now - 60, 1), (now - 90_000, 0), (0.0, 0)):
-        made = report(emptied=emptied, kept_since=now - 3_600)
-        found = [each for each in made["findings"] if each["reason"] == "store_emptied"]
-        assert len(found) == expected
-        assert (made["store_emptied"] is not None) == bool(emptied)
-        assert made["store_kept_since"] == "1970-01-12T12:46:40Z"
+    assert len(found) == expected
+    assert (made["store_emptied"] is not None) == bool(emptied)
+    assert made["store_kept_since"] == "1970-01-12T12:46:40Z"

@@ -60,7 +60,6 @@ class Ledgers:
 @settings(max_examples=examples(300))
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
 def test_a_session_is_judged_by_the_rules(moves: list[tuple[int, str, int, int]], limits: Limits) -> None:
-    """For any sessions that share a tenant, on a clock that may be set back, they are told what a plain reading says."""
     assert play(moves, limits, Ledgers().ask) == play(moves, limits, Book().ask)
 
 
@@ -78,7 +77,6 @@ def test_a_session_in_any_memory_is_judged_by_the_rules(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_session_in_memory(case: str) -> None:
-    """Each limit refuses at its number, in its order, and forgets when it should."""
     store = MemoryStore(Metrics())
 
     assert [tell(store.hit([asked], now)[0]) for now, asked, _ in CASES[case]] == [expected for _, _, expected in CASES[case]]
@@ -89,11 +87,11 @@ def test_calls_that_are_not_known_any_more_are_not_counted_again() -> None:
     history = [make_record(number, "send" if number == 3 else "read") for number in range(900)]
     limits = limit(tools=((digest("send"), 1),))
 
-    standings = ask(*(make_step(length, limits, history[:length]) for length in (300, 301, 600, 899, 900)))
+    lengths = (300, 301, 600, 899, 900)
 
-    assert [(tell(standing), standing.tool_calls) for standing in standings] == [
-        ("ok", length) for length in (300, 301, 600, 899, 900)
-    ]
+    standings = ask(*(make_step(length, limits, history[:length]) for length in lengths))
+
+    assert [(tell(standing), standing.tool_calls) for standing in standings] == [("ok", length) for length in lengths]
 
 
 def test_as_many_calls_are_known_as_a_limit_needs() -> None:
@@ -121,7 +119,6 @@ def test_tools_are_counted_as_far_as_there_is_room() -> None:
 
 
 def test_money_stays_exact() -> None:
-    """Sums that no agent ever spends are cut off where a store would begin to round."""
     steps = [make_step(number, NO_LIMITS, reserve=10**30) for number in range(100)]
 
     *_, standing = ask(*steps, settle_step(steps[-1], cost=10**30))
@@ -132,7 +129,6 @@ def test_money_stays_exact() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 20_000])
 def test_whatever_a_history_holds_is_taken(number: int) -> None:
-    """No number of calls makes a step fail or a ledger grow past its bound."""
     ledger = Ledger(None, 0)
     ledger.take_step(make_step(1, NO_LIMITS, [bytes(15)] * number), 0)
     many = [position.to_bytes(15) for position in range(20_000)]
@@ -141,8 +137,14 @@ def test_whatever_a_history_holds_is_taken(number: int) -> None:
     assert len(ledger.pack()) < MAX_RECORDS * KNOWN + 1_000
 
 
+def test_a_fresh_ledger_is_small() -> None:
+    ledger = Ledger(None, 0)
+    ledger.take_step(make_step(1, NO_LIMITS), 0)
+
+    assert len(ledger.pack()) < 192
+
+
 def test_a_ledger_is_bounded() -> None:
-    """Whatever a session shows, however long: 10 KB and the names of its tools."""
     limits, state = limit(tool_calls=10**9), b""
     for number in range(1, 400):
         calls = [make_record(at * 8, arguments=str(at)) for at in range(number * 2)]
@@ -164,17 +166,8 @@ def test_every_call_of_a_long_history_is_counted() -> None:
     assert (tell(second), second.tool_calls) == ("max_calls_per_tool 491/490 send", 4_901)
 
 
-def test_a_fresh_ledger_is_small() -> None:
-    """A session costs little until it has called many tools."""
-    ledger = Ledger(None, 0)
-    ledger.take_step(make_step(1, NO_LIMITS), 0)
-
-    assert len(ledger.pack()) < 192
-
-
 @pytest.mark.slow
 def test_sessions_in_memory_are_bounded() -> None:
-    """However many begin and whatever they hold, the store keeps no more entries and bytes than it may."""
     store = MemoryStore(Metrics(), max_entries=2_000)
     calls = [make_record(number, "read", str(number)) for number in range(20)]
     for number in range(10_000):
@@ -184,11 +177,10 @@ def test_sessions_in_memory_are_bounded() -> None:
         assert len(store) >= min(number + 1, 200)
 
     assert len(store) <= 2_000
-    assert store._bytes <= 2_000 * 256
+    assert store.size <= 2_000 * 256
 
 
 def test_packed_sessions_are_kept_until_they_are_over_and_no_longer() -> None:
-    """Whatever the time of day: their values begin with a version, which is no time."""
     store = MemoryStore(Metrics(), max_entries=31)  # too few for ledgers at hand
     start = 1_764_000_000_000
 

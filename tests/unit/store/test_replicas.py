@@ -58,7 +58,6 @@ def test_replicas_see_each_other_while_they_live() -> None:
 
 
 def test_a_share_has_room_for_the_request_and_never_more_than_the_limit() -> None:
-    """A request that fits the whole budget is not too large for a part of it; a rate of 1 stays."""
     bucket = make_bucket(amount=1, limit=10, rate=4).share(4)
     large = make_bucket(amount=7, limit=10, rate=1).share(4)
     never = make_period(amount=11, limit=10).share(4)

@@ -31,7 +31,6 @@ def test_every_rule_stands_in_both_languages() -> None:
 
 @pytest.mark.parametrize("rule", PACKED)
 def test_packed_values_begin_with_a_byte_for_the_version(rule: str) -> None:
-    """As its format says, and what packs it gives the version first."""
     text = read_script(rule)
     for name in PACKED[rule]:
         assert re.search(rf"local {name}(, \w+)* = '>B", text)

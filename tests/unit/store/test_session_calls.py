@@ -106,7 +106,6 @@ def read_body(name: str) -> tuple[bytes, bytes]:
     ],
 )
 def test_what_sdks_send_is_counted_once(name: str) -> None:
-    """A history of several turns counts once, whether its ids last or are made anew."""
     bodies = read_body(name)
     shown = len(read_tool_calls(Document(bodies[0])).records) // RECORD
     ask = in_memory()
@@ -119,9 +118,7 @@ def test_what_sdks_send_is_counted_once(name: str) -> None:
 
 @pytest.mark.slow
 def test_two_agents_of_a_session_are_counted_each() -> None:
-    """A sub-agent's calls are counted apart from its parent's, and each count continues where it was."""
-    parent, child = Client("chat", ids="last"), Client("chat", ids="last")
-    child._number = 1_000  # an id of its own for each call
+    parent, child = Client("chat", ids="last"), Client("chat", ids="last", first_id=1_000)
     ask, counted = in_memory(), 0
     for at in range(300):
         for client in (parent, child) if at % 40 == 0 else (child,):
@@ -132,18 +129,15 @@ def test_two_agents_of_a_session_are_counted_each() -> None:
 
 
 def test_a_session_of_runs_with_the_same_first_call_counts_each() -> None:
-    """A call that is made again in a new conversation has an id of its own, and is another one."""
     ask, counted = in_memory(), []
     for run in range(5):
-        client = Client("chat", ids="last")
-        client._number = run * 10
+        client = Client("chat", ids="last", first_id=run * 10)
         counted += [ask(make_request(client.send(Move((("status", {}),))), run), run).tool_calls]
 
     assert counted == [1, 2, 3, 4, 5]
 
 
 def test_loops_are_found_once_with_ids_made_anew() -> None:
-    """A call that is shown again under another id is no equal one beside itself."""
     ask, found = in_memory(), []
     client = Client("chat", ids="anew")
     for number in range(1, 6):

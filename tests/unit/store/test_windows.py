@@ -15,7 +15,6 @@ from tests.support.examples import examples
 from tests.support.windows import (
     COOLDOWN_STEPS,
     PUSH_STEPS,
-    PUSHES,
     STEPS_BACK,
     WINDOW_TYPES,
     cooldown_hits,
@@ -49,88 +48,38 @@ def run(hit: Hit, times: list[int]) -> list[Count]:
 def test_every_window_does_what_its_definition_says(  # what a window is made of
     window_type: str, window: int, threshold: int, cooldown: int, count_refused: bool, gaps: list[int]
 ) -> None:
-    """For any sequence of requests, on a clock that may be set back, answers are those of the brute-force reading."""
     hit = Hit("key", window_type, window, threshold, cooldown, count_refused, 100)
     times = [1_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
 
     assert run(hit, times) == oracle(hit, times)
 
 
-@given(
-    st.sampled_from(["sliding_ttl", "fixed"]),
-    st.integers(1, 20),
-    st.sampled_from([0, 5, 30]),
-    st.lists(st.integers(0, 12), max_size=30),
-)
-def test_a_threshold_of_one_trips_at_once(window_type: str, window: int, cooldown: int, gaps: list[int]) -> None:
-    """With a threshold of one, the first request is acted on, and the cooldown starts with it."""
-    hit = Hit("key", window_type, window, 1, cooldown, True, 100)
-    times = [sum(gaps[: position + 1]) for position in range(len(gaps))]
-
-    answers = run(hit, times)
-
-    assert answers == oracle(hit, times)
-    assert all(answer.looping for answer in answers)
-    assert [answer.cooldown_ms for answer in answers[:1]] == [cooldown] * len(answers[:1])
-
-
 @given(COOLDOWN_STEPS)
 def test_a_loop_that_is_known_starts_a_cooldown_for_the_others(steps: list[tuple[bool, int]]) -> None:
     """A request is acted on when it is a loop itself, or comes within the cooldown of one that was not within another's."""
-    found = []
-    state = None
+    state, found = None, []
     for hit, now in cooldown_hits(steps):
         state, answer = tally(state, hit, now)
         found.append(answer)
 
     assert found == oracle_of(cooldown_hits(steps))
-    cooling_until = 0
-    for (looping, _), (_, now), answer in zip(steps, cooldown_hits(steps), found, strict=True):
-        if looping and now >= cooling_until:
-            cooling_until = now + 50
-        assert (answer.looping, answer.cooldown_ms) == (now < cooling_until, max(0, cooling_until - now))
 
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 def test_the_nth_request_is_the_first_acted_on(window_type: str) -> None:
-    """With threshold N the first N-1 requests pass, the Nth and every later one is acted on."""
-    answers = run(make_hit(window_type), [0, 1, 2, 3])
+    """Refused requests count or not; after a trip the key is acted on until the cooldown ends, though its window is empty."""
+    plain = run(make_hit(window_type), [0, 1, 2, 3])
+    uncounted = run(make_hit(window_type, count_refused=False), [0, 1, 5_000, 9_000, 10_001])
+    cooling = run(make_hit(window_type, cooldown_ms=60_000), [0, 1, 2, 30_000, 60_001, 60_002])
 
-    assert [answer.looping for answer in answers] == [False, False, True, True]
-    assert [answer.count for answer in answers] == [1, 2, 3, 4]
-
-
-def test_windows_differ_in_what_a_slow_repeat_is() -> None:
-    """Requests 6 s apart in a 10 s window: the TTL never lapses, the log holds two, the fixed window starts anew."""
-    times = [0, 6_000, 12_000, 18_000]
-
-    counts = {kind: [answer.count for answer in run(make_hit(kind), times)] for kind in WINDOW_TYPES}
-
-    assert counts == {"sliding_ttl": [1, 2, 3, 4], "sliding_log": [1, 2, 2, 2], "fixed": [1, 2, 1, 2]}
-
-
-@pytest.mark.parametrize("window_type", WINDOW_TYPES)
-def test_a_cooldown_outlasts_the_window(window_type: str) -> None:
-    """After a trip the key is acted on until the cooldown ends, even when its window is empty; then it is free."""
-    answers = run(make_hit(window_type, cooldown_ms=60_000), [0, 1, 2, 30_000, 60_001, 60_002, 80_000])
-
-    assert [answer.looping for answer in answers] == [False, False, True, True, True, False, False]
-    assert [answer.cooldown_ms for answer in answers] == [0, 0, 60_000, 30_002, 1, 0, 0]
-
-
-@pytest.mark.parametrize("window_type", WINDOW_TYPES)
-def test_refused_requests_can_be_left_out(window_type: str) -> None:
-    """With count_refused off, refusals leave the window as it was, so it empties although the client hammers on."""
-    hit = make_hit(window_type, count_refused=False)
-
-    answers = run(hit, [0, 1, 5_000, 9_000, 10_001])
-
-    assert [answer.count for answer in answers] == [1, 2, 3, 3, 1]
-    assert [answer.looping for answer in answers] == [False, False, True, True, False]
+    assert [(answer.count, answer.looping) for answer in plain] == [(1, False), (2, False), (3, True), (4, True)]
+    assert [(answer.count, answer.looping) for answer in uncounted] == [
+        *[(1, False), (2, False), (3, True), (3, True), (1, False)],
+    ]
+    assert [answer.cooldown_ms for answer in cooling] == [0, 0, 60_000, 30_002, 1, 0]
 
 
 def test_a_log_remembers_a_bounded_number() -> None:
-    """A sliding_log keeps at most count_to times, and says this many at most, without losing the verdict."""
     hit = make_hit("sliding_log", count_to=4)
     state: bytearray | None = None
 
@@ -144,7 +93,6 @@ def test_a_log_remembers_a_bounded_number() -> None:
 
 @pytest.mark.parametrize(("_", "hit", "times", "expected"), STEPS_BACK, ids=[case[0] for case in STEPS_BACK])
 def test_a_clock_that_is_set_back(_: str, hit: Hit, times: list[int], expected: list[tuple[int, bool, int, int]]) -> None:
-    """A loop is still seen where the clock was set back a little; further back, no window and no cooldown outlives itself."""
     assert run(hit, times) == [Count(*answer) for answer in expected]
 
 
@@ -188,18 +136,8 @@ def test_a_sentence_ends_on_a_clock_that_was_set_back(
     assert not answers[-1].looping
 
 
-@pytest.mark.parametrize("case", PUSHES)
-def test_a_ring(case: str) -> None:
-    """A ring holds the newest entries, each request's once, until nothing has been pushed for a while."""
-    ring: Ring | None = None
-    for now, pushed, expected in PUSHES[case]:
-        ring, entries = push(ring, pushed, now)
-        assert b" ".join(entries) == expected.encode()
-
-
 @given(PUSH_STEPS)
 def test_a_ring_does_what_its_definition_says(steps: list[tuple[Push, int]]) -> None:
-    """For any pushes, on a clock that may be set back, the entries are those of the plain reading."""
     ring: Ring | None = None
     found = []
     for pushed, now in place_pushes(steps):
