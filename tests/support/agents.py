@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from fake_model import NAME, USER, Answer, Call, FakeModel, Script, fake_model
@@ -28,6 +28,11 @@ class Gate(NamedTuple):
 
     stack: Stack
     model: FakeModel
+
+    @property
+    def url(self) -> str:
+        """Where agents find the API."""
+        return f"http://127.0.0.1:{self.stack.envoy.port}"
 
     def sent(self) -> int:
         """How many requests have come to Envoy."""
@@ -63,6 +68,38 @@ def told(*answers: Answer) -> Script:
 def again(*answers: Answer) -> Script:
     """A model that gives these answers over and over."""
     return lambda number: answers[number % len(answers)]
+
+
+MOST_TURNS = 20
+
+
+class Played(NamedTuple):
+    """What became of an agent: its turns, and what stopped it, if anything did."""
+
+    turns: list[Any]
+    refusal: Exception | None = None
+
+
+def play(
+    gate: Gate,
+    agent: Callable[[Job], Iterator[Any]],
+    user: str,
+    script: Script,
+    *,
+    path: str = "",
+    tasks: Sequence[str] = ("Tell me when it is done.",),
+    tools: Mapping[str, Callable[..., str]] | None = None,
+) -> Played:
+    """Run an agent to its end, or to its refusal, or for `MOST_TURNS`; tools that are not given say the same every time."""
+    gate.model.scripts[user] = script
+    known = {**dict.fromkeys(("check", "edit", "first", "second", "third", "search", "wait_for_build"), same), **(tools or {})}
+    turns: list[Any] = []
+    try:
+        for turn in islice(agent(Job(f"{gate.url}{path}", user, tasks, known)), MOST_TURNS):
+            turns.append(turn)  # noqa: PERF402  # what came before a refusal is kept
+    except sdk_errors() as refusal:
+        return Played(turns, refusal)
+    return Played(turns)
 
 
 CHECK = Call("check", {"build": 17, "verbose": False})

@@ -32,6 +32,11 @@ def policy(identity: str, selector: Mapping[str, object], *, mode: str = "enforc
     return {"id": identity, "spec": {**spec, "loop_detection": loop}}
 
 
+def bare_policy(identity: str, prefix: str = "/", **spec: object) -> dict[str, Any]:
+    """A policy for what is below a path, with this spec alone, and so without loop detection unless it is there."""
+    return {"id": identity, "spec": {"selector": {"pathPrefix": prefix}, **spec}}
+
+
 def bundle(*policies: Mapping[str, object], **more: object) -> dict[str, Any]:
     """A bundle document."""
     return {"bundle_version": 1, "policies": list(policies), **more}

@@ -388,6 +388,20 @@ class Stack:
         finally:
             connection.close()
 
+    def post(self, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
+        """A POST with these bytes, or with a value as JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.send(target, method="POST", body=data, headers=headers)
+
+    def repeat(self, target: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
+        """The statuses of equal requests, one after the other; those with a body are POSTs."""
+        method = "GET" if more.get("body") is None else "POST"
+        return [self.send(target, **{"method": method, **more}).status for _ in range(times)]
+
+    def total(self, name: str, **labels: str) -> float:
+        """A metric of all replicas together."""
+        return sum(replica.metric(name, **labels) for replica in self.replicas)
+
     def connect(self) -> socket.socket:
         """A bare connection to Envoy."""
         connection = socket.create_connection(("127.0.0.1", self.envoy.port), timeout=PATIENCE)

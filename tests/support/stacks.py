@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from tests.support.harness import Stack, stack
+from extproc.sessions.names import hash_session
+from tests.support.harness import Stack, eventually, stack
 from tests.support.servers import server
 from tests.support.usage import Model
 
 
 @contextmanager
 def open_stack(policies: object, *arguments: str, replicas: int = 1, **options: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
-    """A stack; several replicas share a server of their own."""
+    """A stack; several replicas share a server of their own, unless the flags name another."""
     with ExitStack() as opened:
-        store = ("--store", f"redis://{opened.enter_context(server()).address}") if replicas > 1 else ()
+        alone = replicas > 1 and "--store" not in arguments
+        store = ("--store", f"redis://{opened.enter_context(server()).address}") if alone else ()
         yield opened.enter_context(stack(policies, *store, *arguments, replicas=replicas, **options))
 
 
@@ -33,3 +36,17 @@ def open_before_model(
             yield made, model
     finally:
         model.stop()
+
+
+def await_session(made: Stack, name: str, **expected: object) -> dict[str, Any]:
+    """Wait until a replica knows that the session of a header stands so; its report."""
+    page = f"/sessions/{hash_session('header:x-session-id', name)}"
+
+    def probe() -> dict[str, Any] | None:
+        for replica in made.replicas:
+            for run in json.loads(replica.get(page)[1]).get("sessions", ()):
+                if expected.items() <= run.items():
+                    return dict(run)
+        return None
+
+    return eventually(probe, f"session {name} with {expected}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -34,6 +35,15 @@ class Reply(NamedTuple):
     whole: bool = False
     cut: bool = False
     before: Callable[[], object] = lambda: None
+
+
+def hang_up() -> bytes:
+    """The model closes the connection."""
+    raise ConnectionAbortedError
+
+
+HUNG_UP = Reply([hang_up], cut=True, headers={"content-length": "5"})
+"""More was promised."""
 
 
 class Model:
@@ -227,3 +237,17 @@ TOLD: dict[str, tuple[Reply, str, Usage]] = {
     "converse": (whole(output={}, usage=CONVERSE_USAGE), "", Usage(20, 6, 700, 80)),
     "ollama": (whole(model="qwen3", prompt_eval_count=26, eval_count=298), "qwen3", Usage(26, 298, 0, 0)),
 }
+
+
+PRICES = {
+    "gpt-*": {"input": 2.5, "output": 10, "cache_read": 1.25},
+    "claude-*": {"input": 3, "output": 15, "cache_read": 0.3, "cache_write": 3.75},
+    "*": {"input": 0.7, "output": 2.1},
+}
+
+
+def price(model: str, usage: Usage) -> Decimal:
+    """What a provider would ask, by its list."""
+    rates: Any = next(rates for name, rates in PRICES.items() if model.startswith(name.rstrip("*")))
+    listed = [Decimal(str(rates.get(name, rates["input"]))) for name in ("input", "output", "cache_read", "cache_write")]
+    return sum((rate * tokens / 10**6 for rate, tokens in zip(listed, usage, strict=True)), Decimal())

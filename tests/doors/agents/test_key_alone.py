@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_model import Answer, Call
+from fake_model import Call
 
 from extproc.policy.presets import find_preset
-from tests.support.agents import Gate
+from tests.support.agents import Gate, again
 from tests.support.documents import bundle
 from tests.support.extent import deepen
 from tests.support.frameworks import (
@@ -36,8 +35,6 @@ LOOPED = 7
 SILENT = "openai-agents, responses"
 """Here the model says nothing beside its calls, so that runs are equal for as long as they go: none of them loops."""
 
-CHECK = Call("check")
-
 RUNS: dict[str, Run] = {
     **{name: FRAMEWORKS[name] for name in ("openai-agents", "openai-agents, responses", "pydantic-ai", "langchain")},
     "anthropic": run_messages_agent,
@@ -47,44 +44,31 @@ RUNS: dict[str, Run] = {
 }
 
 
-def make_policy() -> dict[str, Any]:
-    """The preset `agents` as it is, with a limit of steps."""
-    preset: dict[str, Any] = json.loads(Path(find_preset("agents")).read_text())
-    preset["spec"] |= {"session_limits": {"max_steps": STEPS, "reject_status": 400}}
-    for detector in preset["spec"]["loop_detection"]:
-        detector["reject_status"] = 400  # which no SDK retries
-    return bundle(preset)
-
-
-POLICIES, REPLICAS = make_policy(), 2
-
-
-def forever(_: int) -> Answer:
-    """A model that keeps checking."""
-    return [CHECK]
+PRESET: dict[str, Any] = json.loads(Path(find_preset("agents")).read_text())
+PRESET["spec"]["session_limits"] = {"max_steps": STEPS, "reject_status": 400}
+for _detector in PRESET["spec"]["loop_detection"]:
+    _detector["reject_status"] = 400  # which no SDK retries
+POLICIES, REPLICAS = bundle(PRESET), 2
 
 
 @pytest.mark.parametrize("name", deepen(RUNS, "anthropic"))
 def test_each_caller_and_each_conversation_by_itself(gate: Gate, name: str) -> None:
     """Two keys have three runs each of one task, all at once: those that get on use up their steps, one is in a loop."""
     keys = [f"sk-{name.replace(' ', '').replace(',', '-')}-{letter}" for letter in "ab"]
-    url = f"http://127.0.0.1:{gate.stack.envoy.port}"
     for key in keys:
-        gate.model.scripts[key] = forever
+        gate.model.scripts[key] = again([Call("check")])
 
     def run(key: str, number: int) -> tuple[int, str]:
         """How often the tool was called, and what ended the run."""
-        calls = count(1)
-        made = 0
+        results: list[str] = []
 
         def check() -> str:
-            nonlocal made
-            made = next(calls)
-            return f"{made} of run {number}" if number else "no such build: the name is not known here"
+            results.append(f"{len(results)} of run {number}" if number else "no such build: the name is not known here")
+            return results[-1]
 
         with pytest.raises(Exception, match=r".") as ended:
-            RUNS[name](Errand(url, "", check, lambda: "It is done.", key))
-        return made, str(ended.value)
+            RUNS[name](Errand(gate.url, "", check, lambda: "It is done.", key))
+        return len(results), str(ended.value)
 
     numbers = range(1, 4) if name == SILENT else range(3)
     runs = [(key, number) for number in numbers for key in keys]

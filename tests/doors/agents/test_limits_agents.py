@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -11,22 +10,20 @@ from typing import Any
 import pytest
 from fake_model import USER, Answer, Call, Script
 
-from tests.support.agents import DONE, Gate, same
-from tests.support.documents import bundle
+from tests.support.agents import DONE, Gate, again, same
+from tests.support.documents import bare_policy, bundle
 from tests.support.extent import deepen
 from tests.support.frameworks import FRAMEWORKS, Errand, Run, run_bedrock_agent, run_gemini_agent, run_messages_agent
-from tests.support.harness import Stack
 
 CHECK = Call("check")
 STEPS = 4
-ALONE = {"max_steps": STEPS, "reject_status": "auto"}
 
 
 def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
     """A policy for what is below its name, whose sessions are those of users."""
-    spec: dict[str, Any] = {"selector": {"pathPrefix": f"/{identity}/"}, "limit_keys": [f"header:{USER}"]}
-    spec |= {"session": {"keys": [f"header:{USER}"]}, "session_limits": {"reject_status": "auto", **limits}}
-    return {"id": identity, "spec": spec}
+    keys = [f"header:{USER}"]
+    limits = {"reject_status": "auto", **limits}
+    return bare_policy(identity, f"/{identity}/", limit_keys=keys, session={"keys": keys}, session_limits=limits)
 
 
 REPLICAS = 2
@@ -36,7 +33,7 @@ POLICIES = bundle(
     limited("finish", max_tool_calls=2, max_tool_calls_mode="finish"),
     limited("tool", max_calls_per_tool={"check": 2}),
     limited("loop", loop_detection={"window": 5, "threshold": 3}),
-    {"id": "alone", "spec": {"selector": {"pathPrefix": "/alone/"}, "limit_keys": ["credential"], "session_limits": ALONE}},
+    bare_policy("alone", "/alone/", limit_keys=["credential"], session_limits={"max_steps": STEPS, "reject_status": "auto"}),
 )
 
 
@@ -61,13 +58,11 @@ DECLARING = [name for name in RUNS if name not in (*THREADS, "bedrock, signed")]
 def run(gate: Gate, name: str, policy: str, user: str, script: Script) -> str:
     """What an agent's run ends with."""
     gate.model.scripts[user] = script
-    url = f"http://127.0.0.1:{gate.stack.envoy.port}/{policy}"
-    return RUNS[name](Errand(url, user, same, lambda: "It is done."))
+    return RUNS[name](Errand(f"{gate.url}/{policy}", user, same, lambda: "It is done."))
 
 
-def forever(_: int) -> Answer:
-    """A model that keeps checking."""
-    return [CHECK]
+FOREVER = again([CHECK])
+"""A model that keeps checking."""
 
 
 def while_offered(gate: Gate, user: str) -> Script:
@@ -95,22 +90,18 @@ def _list_names(tool: dict[str, Any]) -> list[str]:
     return [one["name"] for one in named]
 
 
-def count_refusals(made: Stack, policy: str) -> float:
-    """By both replicas."""
-    return sum(replica.metric("session_limits_total", policy=policy, action="reject") for replica in made.replicas)
-
-
 @pytest.mark.parametrize("name", deepen(RUNS, *APIS))
 def test_a_model_that_never_ends_is_asked_so_often_and_no_more(gate: Gate, name: str, user: dict[str, str]) -> None:
     """The framework's run ends with the reason at the request past the last step, which is sent once."""
-    sent, refused = gate.sent(), count_refusals(gate.stack, "steps")
+    sent, refused = gate.sent(), gate.stack.total("session_limits_total", policy="steps", action="reject")
 
     with pytest.raises(Exception, match=f"this session has used {STEPS} of its {STEPS} steps"):
-        run(gate, name, "steps", user[USER], forever)
+        run(gate, name, "steps", user[USER], FOREVER)
 
     assert gate.model.asked[user[USER]] == STEPS
     assert gate.sent() - sent == STEPS + 1
-    assert count_refusals(gate.stack, "steps") - refused == 1
+    assert gate.stack.total("session_limits_total", policy="steps", action="reject") == refused + 1
+    assert all(replica.metric("requests_total", policy="steps") > 0 for replica in gate.stack.replicas)
 
 
 @pytest.mark.parametrize("name", deepen(SHOWING, "langchain", "anthropic", "gemini"))
@@ -118,27 +109,28 @@ def test_each_run_has_its_steps_where_none_is_named(gate: Gate, name: str, user:
     """All have one API key, and nothing that names a session; two of them do the same."""
     for number in (1, 2):
         with pytest.raises(Exception, match=f"this session has used {STEPS} of its {STEPS} steps"):
-            run(gate, name, "alone", user[USER], forever)
+            run(gate, name, "alone", user[USER], FOREVER)
 
         assert gate.model.asked[user[USER]] == number * STEPS
 
 
-@pytest.mark.parametrize("name", APIS)
-def test_calls_of_tools_have_an_end(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """The request that shows the last call is refused."""
-    with pytest.raises(Exception, match="this session has used 2 of its 2 tool calls"):
-        run(gate, name, "calls", user[USER], forever)
+@pytest.mark.parametrize(
+    ("name", "policy", "asked", "reason"),
+    [
+        *((name, "calls", 2, "this session has used 2 of its 2 tool calls") for name in APIS),
+        *((name, "loop", 3, "the tool check was called 3 times with the same arguments") for name in APIS),
+        # A request without tools has none to lose: the run is refused if the model calls one anyway.
+        *((name, "finish", 3, "this session has used 3 of its 2 tool calls") for name in THREADS),
+        # Bedrock wants the tools of a history declared, and has no way to say that none may be called.
+        ("bedrock", "finish", 2, "this session has used 2 of its 2 tool calls"),
+    ],
+)
+def test_calls_of_tools_have_an_end(gate: Gate, name: str, policy: str, asked: int, reason: str, user: dict[str, str]) -> None:
+    """The request that shows the last call is refused, or the one that shows it for the third time."""
+    with pytest.raises(Exception, match=reason):
+        run(gate, name, policy, user[USER], FOREVER)
 
-    assert gate.model.asked[user[USER]] == 2
-
-
-@pytest.mark.parametrize("name", APIS)
-def test_equal_calls_have_an_end(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """The third call of one tool with the same arguments ends the run."""
-    with pytest.raises(Exception, match="the tool check was called 3 times with the same arguments"):
-        run(gate, name, "loop", user[USER], forever)
-
-    assert gate.model.asked[user[USER]] == 3
+    assert gate.model.asked[user[USER]] == asked
 
 
 @pytest.mark.parametrize("name", [name for name in DECLARING if name != "bedrock"])
@@ -148,23 +140,6 @@ def test_an_agent_without_tools_ends_its_run_in_peace(gate: Gate, name: str, use
 
     assert said == DONE
     assert gate.model.asked[user[USER]] == 3
-
-
-@pytest.mark.parametrize("name", THREADS)
-def test_tools_that_the_server_keeps_are_called_once_more(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """A request without tools has none to lose: the run is refused if the model calls one anyway."""
-    with pytest.raises(Exception, match="this session has used 3 of its 2 tool calls"):
-        run(gate, name, "finish", user[USER], forever)
-
-    assert gate.model.asked[user[USER]] == 3
-
-
-def test_where_an_api_cannot_go_without_tools_the_run_is_refused(gate: Gate, user: dict[str, str]) -> None:
-    """Bedrock wants the tools of a history declared, and has no way to say that none may be called."""
-    with pytest.raises(Exception, match="this session has used 2 of its 2 tool calls"):
-        run(gate, "bedrock", "finish", user[USER], while_offered(gate, user[USER]))
-
-    assert gate.model.asked[user[USER]] == 2
 
 
 @pytest.mark.parametrize("name", DECLARING)
@@ -184,10 +159,10 @@ def test_a_tool_that_is_used_up_is_offered_no_more(gate: Gate, name: str, user: 
 
 def test_a_retry_of_the_sdk_is_no_second_step(gate: Gate, user: dict[str, str]) -> None:
     """What fails upstream and is asked again by the SDK leaves the session all of its steps."""
-    numbers: Callable[[], int] = count().__next__
+    numbers = count()
 
     def fail_twice(_: int) -> Answer:
-        if numbers() in (1, 2):
+        if next(numbers) in (1, 2):
             raise ConnectionAbortedError
         return [CHECK]
 
@@ -195,8 +170,3 @@ def test_a_retry_of_the_sdk_is_no_second_step(gate: Gate, user: dict[str, str]) 
         run(gate, "openai-agents", "steps", user[USER], fail_twice)
 
     assert gate.model.asked[user[USER]] == STEPS + 2
-
-
-def test_both_replicas_have_counted(gate: Gate) -> None:
-    """Envoy asks them in turn: what the tests above have seen is what they know together."""
-    assert all(replica.metric("requests_total", policy="steps") > 0 for replica in gate.stack.replicas)

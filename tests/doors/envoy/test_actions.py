@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import http.client
 import re
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,21 @@ def _chunks(data: bytes) -> Iterator[bytes]:
         yield data[start : start + 60_000]
 
 
-BODIES: dict[str, bytes | None] = {"none": None, "small": b'{"a": 1}', "5 MB": b"x" * 5_000_000, "empty": b""}
+def _keep_alive(made: Stack, paths: Sequence[str], user: dict[str, str]) -> tuple[http.client.HTTPConnection, list[int]]:
+    """One connection on which these were asked for, one behind the other, and their statuses."""
+    connection = http.client.HTTPConnection("127.0.0.1", made.envoy.port, timeout=PATIENCE)
+    statuses = []
+    for path in paths:
+        connection.request("GET", path, headers=user)
+        answer = connection.getresponse()
+        answer.read()
+        statuses.append(answer.status)
+    return connection, statuses
 
 
 @on_sources
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+@pytest.mark.parametrize("body", [None, b'{"a": 1}', b"x" * 5_000_000, b""], ids=["none", "small", "5 MB", "empty"])
 def test_the_nth_identical_request_is_refused(shared: Stack, user: dict[str, str], body: bytes | None, chunked: bool) -> None:
     """Whatever its body and however it is sent, the third identical request gets a 429 and never reaches the upstream."""
     before = len(shared.upstream.seen)
@@ -49,8 +57,8 @@ def test_the_nth_identical_request_is_refused(shared: Stack, user: dict[str, str
 def test_a_different_body_user_path_or_query_is_a_different_request(shared: Stack, user: dict[str, str]) -> None:
     """Requests that differ in anything never add up; query pairs in another order do."""
     for number in range(5):
-        assert shared.send("/reject", method="POST", headers=user, body=b"%d" % number).status == 200
-        assert shared.send("/reject", method="POST", headers={"x-user-id": f"{user}-{number}"}, body=b"same").status == 200
+        assert shared.post("/reject", b"%d" % number, user).status == 200
+        assert shared.post("/reject", b"same", {"x-user-id": f"{user}-{number}"}).status == 200
         assert shared.send(f"/reject/{number}", headers=user).status == 200
         assert shared.send(f"/reject?n={number}", headers=user).status == 200
 
@@ -61,8 +69,7 @@ def test_a_different_body_user_path_or_query_is_a_different_request(shared: Stac
 @on_sources
 def test_a_refusal_on_the_wire(shared: Stack, user: dict[str, str]) -> None:
     """Status, headers and body of a refusal are as documented, and Envoy's log says why."""
-    for _ in range(2):
-        shared.send("/teapot", headers=user)
+    shared.repeat("/teapot", 2, headers=user)
 
     answer = shared.send("/teapot", headers=user)
 
@@ -87,7 +94,7 @@ def test_a_refusal_on_the_wire(shared: Stack, user: dict[str, str]) -> None:
 @on_sources
 def test_a_warning_reaches_upstream_and_client(shared: Stack, user: dict[str, str]) -> None:
     """From the threshold on the request carries the warning to the upstream and the response carries it to the client."""
-    answers = [shared.send("/warn", method="POST", body=b"x", headers=user) for _ in range(3)]
+    answers = [shared.post("/warn", b"x", user) for _ in range(3)]
     seen = [item.header("x-fairvisor-warning") for item in shared.upstream.seen[-3:]]
 
     assert [answer.status for answer in answers] == [200, 200, 200]
@@ -119,14 +126,13 @@ def test_all_marks_are_known() -> None:
 @pytest.mark.parametrize("body", [None, b"x" * 5_000_000], ids=["none", "5 MB"])
 def test_a_throttled_request_is_held_and_then_served(shared: Stack, user: dict[str, str], body: bytes | None) -> None:
     """The hold is capped by max_delay_ms, and the request is served in the end."""
-    for _ in range(2):
-        shared.send("/throttle", method="POST", body=body, headers=user)
+    shared.repeat("/throttle", 2, body=body, headers=user)
 
     started = time.monotonic()
-    answers = [shared.send("/throttle", method="POST", body=body, headers=user) for _ in range(4)]
+    statuses = shared.repeat("/throttle", 4, body=body, headers=user)
     held = time.monotonic() - started
 
-    assert [answer.status for answer in answers] == [200] * 4
+    assert statuses == [200] * 4
     assert held > 0.3 + 0.4 + 0.4 + 0.4  # counts 3 and 4, then twice the cap: the least that the holds themselves take
 
 
@@ -138,35 +144,18 @@ def test_a_hold_outlasts_envoys_message_timeout() -> None:
         return config.replace("message_timeout: 0.2s", "message_timeout: 1.5s", 1)
 
     with stack(bundle(held), edit=hasty, hasty=True, failure_mode="deny") as made:
-        statuses = [made.send("/").status for _ in range(30)]  # the last is held for 3 s
+        statuses = made.repeat("/", 30)  # the last is held for 3 s
 
         assert statuses == [200] * 30
         assert made.envoy.stat("http.ingress.ext_proc.loopguard.override_message_timeout_received") == 1
         assert made.envoy.stat("http.ingress.ext_proc.loopguard.message_timeouts") == 0
 
 
-def _request(path: str, user: dict[str, str]) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\n\r\n".encode()
-
-
-def _repeat_raw(connection: socket.socket, request: bytes, times: int) -> None:
-    """The same request on one connection, answers read and dropped."""
-    reader = connection.makefile("rb")
-    for _ in range(times):
-        connection.sendall(request)
-        length = 0
-        while line := reader.readline().strip():
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.partition(b":")[2])
-        reader.read(length)
-
-
 @on_sources
 def test_a_client_that_leaves_frees_its_hold(shared: Stack, user: dict[str, str]) -> None:
     """While a request is held the gauge shows it; when its client hangs up the hold is over long before its time."""
-    connection = shared.connect()
-    _repeat_raw(connection, _request("/long", user), 299)
-    connection.sendall(_request("/long", user))  # held for 30 s
+    connection, _ = _keep_alive(shared, ["/long"] * 299, user)
+    connection.request("GET", "/long", headers=user)  # held for 30 s
     eventually(lambda: shared.loopguard.metric("throttled_in_flight") == 1, "a hold")
 
     connection.close()
@@ -175,71 +164,33 @@ def test_a_client_that_leaves_frees_its_hold(shared: Stack, user: dict[str, str]
     assert shared.loopguard.metric("streams_in_flight") == 0
 
 
-# A hold of 5 s and more, so that it lasts until the test ends it by stopping the server.
-WARM_UP = 49
-HOLDING = bundle(
-    policy(
-        "t", {"pathPrefix": "/"}, action="throttle", threshold_identical_requests=WARM_UP + 1, limit_keys=["header:x-user-id"]
-    )
-)
-
-
-def _hold(made: Stack, users: list[dict[str, str]], each: int) -> list[socket.socket]:
-    """This many requests of every user being held now, each on a connection of its own."""
-    held = []
-    for user in users:  # all of them before the first hold, which does not wait for long
-        connection = made.connect()
-        _repeat_raw(connection, _request("/", user), WARM_UP)
-        connection.close()
-    for user in users:
-        for _ in range(each):
-            held.append(made.connect())
-            held[-1].sendall(_request("/", user))
-            if len(held) % 50 == 0:  # a burst of a thousand would outlast Envoy's message_timeout
-                _await_holds(made, len(held))
-    _await_holds(made, len(held))
-    return held
-
-
-def _await_holds(made: Stack, number: int) -> None:
-    eventually(lambda: made.loopguard.metric("throttled_in_flight") == number, f"{number} holds")
-
-
-def _served(held: list[socket.socket]) -> set[bytes]:
-    """The status lines that the held requests get in the end."""
-    lines = {connection.makefile("rb").readline() for connection in held}
-    for connection in held:
-        connection.close()
-    return lines
-
-
 def test_a_thousand_holds_cost_no_threads_and_a_stop_serves_them_all() -> None:
     """1,000 held requests add no thread to the process, and when it is told to stop every one of them is let through."""
-    with stack(HOLDING, "--drain-timeout", "0") as made:
-        made.send("/")
-        threads = _threads(made.loopguard.pid)
+    # A hold of 5 s and more, so that it lasts until the test ends it by stopping the server.
+    holding = policy("t", {"pathPrefix": "/"}, action="throttle", threshold_identical_requests=50)
+    with stack(bundle(holding), "--drain-timeout", "0") as made:
+        _keep_alive(made, ["/"] * 49, {})[0].close()
+        tasks = Path(f"/proc/{made.loopguard.pid}/task")
+        threads = len(list(tasks.iterdir()))
 
-        held = _hold(made, [{"x-user-id": "one"}], each=1_000)
+        held = []
+        for number in range(1, 1_001):
+            held.append(made.connect())
+            held[-1].sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+            if number % 50 == 0:  # a burst of a thousand would outlast Envoy's message_timeout
+                eventually(lambda: made.loopguard.metric("throttled_in_flight") == len(held), "holds")
 
-        assert _threads(made.loopguard.pid) < threads + 10  # a few of them do what takes long, for the whole process
+        assert len(list(tasks.iterdir())) < threads + 10  # a few of them do what takes long, for the whole process
         made.loopguard.stop()
-        assert _served(held) == {b"HTTP/1.1 200 OK\r\n"}
-
-
-def _threads(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+        assert {connection.makefile("rb").readline() for connection in held} == {b"HTTP/1.1 200 OK\r\n"}
+        for connection in held:
+            connection.close()
 
 
 @on_sources
 def test_a_connection_survives_its_refusals(shared: Stack, user: dict[str, str]) -> None:
     """A keep-alive connection that sends the loop gets its refusals in order and stays usable."""
-    connection = http.client.HTTPConnection("127.0.0.1", shared.envoy.port, timeout=PATIENCE)
-    statuses = []
-    for path in ("/reject", "/reject", "/reject", "/reject/other"):
-        connection.request("GET", path, headers=user)
-        answer = connection.getresponse()
-        answer.read()
-        statuses.append(answer.status)
+    connection, statuses = _keep_alive(shared, ["/reject", "/reject", "/reject", "/reject/other"], user)
     connection.close()
 
     assert statuses == [200, 200, 429, 200]

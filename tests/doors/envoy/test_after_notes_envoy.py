@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -35,8 +34,7 @@ def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
         turns.append((OTHER if noted else STUCK)._replace(thought=f"{task} {number}", number=number))
         value = as_chat(turns)
         value["messages"][1]["content"] = task
-        headers = {"content-type": "application/json", "x-user-id": task}
-        answer = made.send(PATH, method="POST", body=json.dumps(value).encode(), headers=headers)
+        answer = made.post(PATH, value, {"x-user-id": task})
         if answer.status != 200 or noted:
             break
     return answer.status
@@ -53,8 +51,7 @@ def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.Cap
         statuses = [run_agent(made, f"task {number}", heeds=number < 3) for number in range(5)]
 
         def count(policy: str, after: str, arm: str) -> float:
-            labels = {"policy": policy, "after": after, "arm": arm, "cause": "same_error"}
-            return sum(replica.metric("after_notes_total", **labels) for replica in made.replicas)
+            return made.total("after_notes_total", policy=policy, after=after, arm=arm, cause="same_error")
 
         assert statuses == [200] * 3 + [429] * 2
         assert [count("live", after, "noted") for after in AFTER] == [5, 2, 3, 2, 0]

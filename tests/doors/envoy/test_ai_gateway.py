@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.documents import bundle, policy, read_yaml
+from tests.support.chart.istio import http_manager
+from tests.support.documents import bare_policy, bundle, policy, read_yaml
 from tests.support.harness import Stack, eventually
-from tests.support.stacks import open_before_model
+from tests.support.stacks import await_session, open_before_model
 from tests.support.usage import Model, Reply, whole
 
 _LUA = """
@@ -45,22 +46,14 @@ COST = 4 + 2 + 0.1
 PRICES = {"gpt-x": {"input": 1, "cache_read": 0.1, "output": 2}}
 KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 LIMITS = {"max_cost_per_session": 3 * COST - 0.01, "prices": PRICES}
-AGENTS = {
-    "id": "agents",
-    "spec": {
-        "selector": {"pathPrefix": "/v1/chat"},
-        **KEYS,
-        "session": {"keys": ["header:x-session-id"]},
-        "session_limits": LIMITS,
-    },
-}
+AGENTS = bare_policy("agents", "/v1/chat", **KEYS, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS)
 POLICIES = bundle(AGENTS, policy("loops", {"pathPrefix": "/v1/chat"}, **KEYS))
 
 
 def add_gateway(config: str, *, before: bool) -> str:
     """With that filter, and a route that only requests with a model take; the others have one that is not guarded."""
     document = read_yaml(config)
-    manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager = http_manager(document)
     lua = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
         "default_source_code": {"inline_string": _LUA},
@@ -91,20 +84,12 @@ def send(made: tuple[Stack, Model], user: str, number: int, reply: Reply) -> int
     """The status of a request, whose entry has come if it was let through."""
     one, model = made
     model.reply = reply
-    body = json.dumps({"model": "gpt-x", "messages": [{"role": "user", "content": f"go {number}"}]}).encode()
-    headers = {"x-user-id": user, "x-session-id": user, "content-type": "application/json"}
+    asked = {"model": "gpt-x", "messages": [{"role": "user", "content": f"go {number}"}]}
     logged = one.loopguard.metric("access_log_entries_total", result="taken")
-    status = one.send("/v1/chat/completions", method="POST", body=body, headers=headers).status
+    status = one.post("/v1/chat/completions", asked, {"x-user-id": user, "x-session-id": user}).status
     if status == HTTPStatus.OK:
         eventually(lambda: one.loopguard.metric("access_log_entries_total", result="taken") > logged, "an entry")
     return status
-
-
-def costs(made: tuple[Stack, Model]) -> list[list[Any]]:
-    """Of each session, as reported by answers and as estimated, with its tokens."""
-    listed = made[0].loopguard.ask("/sessions")["sessions"]
-    names = ("input_tokens", "cache_read_tokens", "output_tokens")
-    return [[one["actual_cost"], one["estimated_cost"], *(one["usage"][name] for name in names)] for one in listed]
 
 
 def test_loops_are_counted(made: tuple[Stack, Model]) -> None:
@@ -116,17 +101,14 @@ def test_sessions_cost_what_the_gateway_counts(made: tuple[Stack, Model]) -> Non
     """Tokens that are cached cost less; nothing is estimated."""
     reply = whole(object="chat.completion", usage=COUNTED)
 
-    statuses = [send(made, "bob", number, reply) for number in range(4)]
-
-    assert statuses == [200, 200, 200, 429]
-    assert [pytest.approx(3 * COST), 0, 12_000_000, 3_000_000, 3_000_000] in costs(made)
+    assert [send(made, "bob", number, reply) for number in range(4)] == [200, 200, 200, 429]
+    run = await_session(made[0], "bob", actual_cost=pytest.approx(3 * COST), estimated_cost=0)
+    assert [run["usage"][f"{name}_tokens"] for name in ("input", "cache_read", "output")] == [12_000_000, 3_000_000, 3_000_000]
 
 
 def test_what_the_gateway_does_not_count_is_estimated(made: tuple[Stack, Model]) -> None:
     """It reports zeros for an answer without usage."""
-    before = costs(made)
-
     assert send(made, "eve", 1, whole(object="chat.completion")) == 200
 
-    ((actual, estimated, *_),) = [each for each in costs(made) if each not in before]
-    assert actual == estimated > 0
+    run = await_session(made[0], "eve", reserved_cost=0.0)
+    assert run["actual_cost"] == run["estimated_cost"] > 0

@@ -14,17 +14,15 @@ import pytest
 import yaml
 
 from extproc.cli.envoy_config.options import EnvoyOptions
-from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.cli.envoy_config.snippet import render_snippet
 from extproc.cli.main import main
 from extproc.errors import UsageError
 from extproc.options import read_options
-from extproc.policy.loader import PolicySet
 from extproc.settings import Settings
-from tests.support import ROOT
-from tests.support.documents import bundle, policy
-from tests.support.envoy_config import choose_late, find_places, loaded, theirs
+from tests.support.documents import bare_policy, bundle, policy
+from tests.support.envoy_config import SAMPLE, UPSTREAM, bootstrap, choose_late, find_places, loaded, theirs
 from tests.support.harness import Stack, envoy_version, eventually, stack
+from tests.support.looping import looping
 from tests.support.streams import over_http2
 
 POLICIES = bundle(
@@ -80,16 +78,11 @@ def attach(*flags: str, leave_out: str = "") -> Callable[[str], str]:
     return edit
 
 
-def print_snippet(*flags: str) -> str:
-    """What the command prints for the policies of this module, without asking for a process of its own."""
+def print_snippet(*flags: str, document: object = POLICIES) -> str:
+    """What the command prints, without asking for a process of its own."""
     pairs = zip(flags[::2], flags[1::2], strict=True)
     given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in pairs}
-    return render_snippet(policies(), read_options(EnvoyOptions, {"snippet": True, **given}))
-
-
-def policies() -> PolicySet:
-    """Those of this module, loaded."""
-    return loaded(POLICIES)
+    return render_snippet(loaded(document), read_options(EnvoyOptions, {"snippet": True, **given}))
 
 
 def send(made: Stack, path: str, size: int, times: int = 3) -> list[int]:
@@ -106,18 +99,17 @@ def test_an_envoy_that_follows_the_snippet_refuses_loops_and_takes_uploads() -> 
     """Chat is guarded and warned, a long prompt is looked at, and what is not guarded passes at any size."""
     with stack(POLICIES, edit=attach(*NAMED)) as made:
         eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1)
-        second = [made.send("/chat/a", method="POST", body=b"same") for _ in range(2)][1]
+        made.post("/chat/a", b"same")
+        second = made.post("/chat/a", b"same")
         small = send(made, "/chat/a", 4)
         large = send(made, "/chat/b", LARGE)
         rest = send(made, "/rest", 2 * 10_485_760, 4)
-        spelt = made.send("//files/../chat/a", method="POST", body=b"same").status
+        spelt = made.post("//files/../chat/a", b"same").status
         made.send("/chat/c", headers={"x-fairvisor-warning": "forged"})
 
     assert second.headers["x-fairvisor-warning"] == "loop_warn"
-    assert small == [200, 200, 429]
-    assert large == [200, 200, 429]
-    assert rest == [200] * 4
-    assert spelt == 429
+    assert small == large == [200, 200, 429]
+    assert (rest, spelt) == ([200] * 4, 429)
     assert made.upstream.seen[-1].header("x-fairvisor-warning") is None
 
 
@@ -139,10 +131,9 @@ def test_without_its_first_part_uploads_break_and_that_is_told() -> None:
 def test_a_refused_upload_is_no_client_that_left(transport: str) -> None:
     """Envoy's 413 is counted as `too_large`, with a content-length and without; a client that hangs up is `aborted`."""
     with stack(POLICIES, "--transport", transport, buffer_limit=65_535) as made:
-        with suppress(OSError):
-            made.send("/chat", method="POST", body=b"x" * 100_000)
-        with suppress(OSError):
-            made.send("/chat", method="POST", body=iter([b"x" * 50_000] * 2))
+        for body in (b"x" * 100_000, iter([b"x" * 50_000] * 2)):
+            with suppress(OSError):
+                made.send("/chat", method="POST", body=body)
         with made.connect() as leaving:
             leaving.sendall(b"POST /chat HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nx")
             eventually(lambda: made.loopguard.metric("streams_in_flight") == 1, "the upload's stream")
@@ -155,10 +146,10 @@ def test_a_refused_upload_is_no_client_that_left(transport: str) -> None:
 def test_what_is_decided_is_not_asked_about_again() -> None:
     """That responses may be shown costs no request a message: each stream is over with its answer."""
     with stack(POLICIES) as made:
-        found = send(made, "/chat", 10, 5) + [made.send(f"/chat/{number}").status for number in range(5)]
+        found = send(made, "/chat", 10, 5) + made.repeat("/chat/x", 5, headers={"x-user-id": "ann"})
         sent = made.envoy.stat("http.ingress.ext_proc.loopguard.stream_msgs_sent")
 
-    assert found == [200, 200, 429, 429, 429] + [200] * 5
+    assert found == [200, 200, 429, 429, 429] * 2
     assert sent == 2 * 5 + 5
 
 
@@ -206,16 +197,16 @@ def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], s
 
 
 def test_what_is_not_guarded_may_take_its_time() -> None:
-    """With bounds of three seconds in the snippet, a slow upload elsewhere continues, and a stalled guarded one ends."""
+    """With bounds of a second and a half in the snippet, a slow upload elsewhere continues, and a stalled guarded one ends."""
     follows = attach(*NAMED)
     bound = re.compile(r'"(request_timeout|idle_timeout)": "\d+s"')
 
     def slowly() -> Iterator[bytes]:
         for _ in range(10):
             yield b"x"
-            time.sleep(0.4)
+            time.sleep(0.2)
 
-    with stack(POLICIES, edit=lambda text: bound.sub(r'"\1": "3s"', follows(text))) as made:
+    with stack(POLICIES, edit=lambda text: bound.sub(r'"\1": "1.500s"', follows(text))) as made:
         slow = made.send("/rest", method="POST", body=slowly())
         with made.connect() as stalls:
             stalls.sendall(b"POST /chat HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nx")
@@ -226,28 +217,18 @@ def test_what_is_not_guarded_may_take_its_time() -> None:
 
 
 @needs_content_length
-def test_a_request_of_trailers_is_counted_on_a_tolerant_route() -> None:
-    """Over HTTP/2 it has no body, and its trailers are shown as on strict routes."""
-    with stack(POLICIES, tolerant_routes=["/files"]) as made:
-        answers = [over_http2(made, "/files", {}, trailers=True) for _ in range(3)]
-
-    assert [status for status, _ in answers] == ["200", "200", "429"]
-
-
-@needs_content_length
-def test_steering_beside_tolerant_routes() -> None:
-    """A note that makes a body longer goes with a content-length that fits, although the filter keeps lengths elsewhere."""
-    steer = policy("chat", {"pathPrefix": "/chat"}, similarity="turns", action="steer")
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "no"}]
-    body = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * 3]}).encode()
+def test_what_is_beside_tolerant_routes_is_as_without_them() -> None:
+    """Trailers without a body are counted; a note that makes a body longer goes with a content-length that fits."""
+    steer = policy("chat", {"pathPrefix": "/v1/"}, similarity="turns", action="steer")
     with stack(bundle(steer, policy("files", {"pathPrefix": "/files"})), tolerant_routes=["/files"]) as made:
-        status = made.send("/chat", method="POST", body=body).status
+        answers = [over_http2(made, "/files", {}, trailers=True) for _ in range(3)]
+        status = made.send("/v1/chat", method="POST", body=looping(3)).status
         received = made.upstream.seen[-1]
 
+    assert [status for status, _ in answers] == ["200", "200", "429"]
     assert status == 200
     assert received.header("content-length") == str(len(received.body))
-    assert len(received.body) > len(body)
+    assert len(received.body) > len(looping(3))
 
 
 def count_streams(made: Stack) -> int:
@@ -261,16 +242,9 @@ def count_streams(made: Stack) -> int:
 
 def test_every_part_has_its_place() -> None:
     """Each document of the snippet stands at a path that a whole bootstrap has, with the same contents there."""
-    options = {"tolerant_routes": ["/files"]}
-    whole = yaml.safe_load(render_bootstrap(policies(), read_options(EnvoyOptions, {"upstream": "127.0.0.1:1", **options})))
+    whole = yaml.safe_load(bootstrap(POLICIES, tolerant_routes=["/files"]))
 
-    parts = list(read_parts(render_snippet(policies(), read_options(EnvoyOptions, {"snippet": True, **options}))))
-
-    assert [path.rpartition(".")[2] for path, _, _ in parts] == [
-        "listeners[]", "typed_config", "json_format", "http_filters", "route_config", "virtual_hosts[]",
-        "routes[]", "route", "routes[]", "route", "clusters",
-    ]  # fmt: skip
-    for path, _, part in parts:
+    for path, _, part in read_parts(print_snippet("--tolerant-routes", "/files")):
         if path.endswith(".route"):
             continue  # a whole bootstrap bounds uploads on all of its routes at once
         places = list(find_places(whole, path))
@@ -280,42 +254,48 @@ def test_every_part_has_its_place() -> None:
             assert any(part.items() <= place.items() for place in places)
 
 
-def test_what_answers_cost_has_its_places() -> None:
-    """A policy that limits it adds an access log and filters; a route only has answers uncompressed."""
-    limits = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}
-    spec = {"selector": {"pathPrefix": "/v1/"}, "limit_keys": ["header:x-user-id"], "session_limits": limits}
-    costs = loaded(bundle({"id": "agents", "spec": spec}))
-
-    parts = list(read_parts(render_snippet(costs, read_options(EnvoyOptions, {"snippet": True}))))
-
-    assert [path.rpartition(".")[2] for path, _, _ in parts] == [
-        "listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", "route_config",
-        "virtual_hosts[]", "routes[]", "route", "clusters",
-    ]  # fmt: skip
-    (route,) = [part for path, _, part in parts if path.endswith("routes[]")]
-    assert list(route["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
-    assert route["request_headers_to_remove"] == ["accept-encoding"]
+LIMITS = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}
+COSTS = bundle(bare_policy("agents", "/v1/", limit_keys=["header:x-user-id"], session_limits=LIMITS))
 
 
-def test_routes_are_told_by_the_paths_of_policies() -> None:
-    """Without names, the snippet lists what each policy asks for; tolerant routes have a part of their own."""
-    parts = list(read_parts(print_snippet("--tolerant-routes", "/files")))
-
-    found = [words for path, words, _ in parts if path.endswith("routes[]")]
-    assert found == [
-        "every route for one of these paths\n#    /chat and below, for chat",
-        "every route for one of these paths\n#    /files and below, for files",
-    ]
+GUARD = ("route_config", "virtual_hosts[]", "routes[]", "route")
 
 
-def test_a_snippet_for_looking_on_touches_no_limit() -> None:
-    """Where no request waits, listeners stay as they are, and no client is told anything."""
-    parts = list(read_parts(print_snippet("--shadow-mode", "observability")))
+@pytest.mark.parametrize(
+    ("document", "flags", "expected"),
+    [
+        (
+            POLICIES,
+            ["--tolerant-routes", "/files"],
+            ["listeners[]", "typed_config", "json_format", "http_filters", *GUARD, "routes[]", "route", "clusters"],
+        ),
+        (
+            POLICIES,
+            ["--shadow-mode", "observability"],
+            ["typed_config", "http_filters", "route_config", "routes[]", "clusters"],
+        ),
+        (
+            COSTS,
+            [],
+            ["listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", *GUARD, "clusters"],
+        ),
+    ],
+    ids=["tolerant", "looking on", "what answers cost"],
+)
+def test_a_snippet_has_the_parts_that_are_needed(document: object, flags: list[str], expected: list[str]) -> None:
+    """Where no request waits, no limit is touched; a route's guard, named by the paths of policies, is a part of its own."""
+    parts = list(read_parts(print_snippet(*flags, document=document)))
 
-    names = [path.rpartition(".")[2] for path, _, _ in parts]
-    assert "listeners[]" not in names
-    assert "virtual_hosts[]" not in names
-    assert "route" not in names
+    assert [path.rpartition(".")[2] for path, _, _ in parts] == expected
+    if document is COSTS:
+        (route,) = [part for path, _, part in parts if path.endswith("routes[]")]
+        assert list(route["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
+        assert route["request_headers_to_remove"] == ["accept-encoding"]
+    elif "/files" in flags:
+        assert [words for path, words, _ in parts if path.endswith("routes[]")] == [
+            "every route for one of these paths\n#    /chat and below, for chat",
+            "every route for one of these paths\n#    /files and below, for files",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -343,9 +323,7 @@ def test_a_snippet_for_looking_on_touches_no_limit() -> None:
 )
 def test_what_does_not_fit_together_is_told(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that would be ignored, or that names nothing, is refused in one line."""
-    sample = ROOT / "envoy" / "policy.json"
-
-    code = main(["envoy-config", "--policy", str(sample), *flags])
+    code = main(["envoy-config", "--policy", str(SAMPLE), *flags])
 
     printed = capsys.readouterr()
     assert (code, printed.out) == (2, "")
@@ -355,10 +333,9 @@ def test_what_does_not_fit_together_is_told(flags: list[str], told: str, capsys:
 
 def test_a_policy_that_no_route_is_for_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A policy that selects by a route's name gets no requests if that route is not guarded."""
+    selectors: dict[str, Any] = {"a": {"routes": ["x", "y"]}, "b": {"routes": ["z"]}, "c": {"pathPrefix": "/"}}
     file = tmp_path / "policies.json"
-    file.write_text(
-        json.dumps([policy("a", {"routes": ["x", "y"]}), policy("b", {"routes": ["z"]}), policy("c", {"pathPrefix": "/"})])
-    )
+    file.write_text(json.dumps([policy(name, selector) for name, selector in selectors.items()]))
 
     code = main(["envoy-config", "--policy", str(file), "--snippet", "--routes", "y"])
 
@@ -368,15 +345,15 @@ def test_a_policy_that_no_route_is_for_is_told(tmp_path: Path, capsys: pytest.Ca
 
 def test_names_that_cannot_be_placed_are_told_for_a_snippet_as_well() -> None:
     """Without --routes the policies' own names have to fit together."""
-    clash = loaded(bundle(policy("a", {"pathExact": "/a", "routes": ["x"]}), policy("b", {"pathExact": "/a", "routes": ["y"]})))
+    clash = bundle(policy("a", {"pathExact": "/a", "routes": ["x"]}), policy("b", {"pathExact": "/a", "routes": ["y"]}))
 
     with pytest.raises(UsageError, match="the path /a can have one route name"):
-        render_snippet(clash, read_options(EnvoyOptions, {"snippet": True}))
+        print_snippet(document=clash)
 
 
 def test_no_two_servers_take_one_port() -> None:
     """All that listens by default can run on one machine, beside the upstream that the examples name."""
-    options = read_options(EnvoyOptions, {"upstream": "127.0.0.1:8080"})
+    options = read_options(EnvoyOptions, {"upstream": UPSTREAM})
 
     ports = [options.listen.port, options.admin.port, 8080, Settings().listen.port, Settings().admin.port]
 

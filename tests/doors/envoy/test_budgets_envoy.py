@@ -1,4 +1,4 @@
-"""Budgets on the real Envoy, two replicas and Valkey."""
+"""Budgets on the real Envoy, two replicas and Valkey: what is shared, settled and given back, and that all requests pay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,21 +16,24 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from tests.support.documents import bundle
+from tests.support.documents import bare_policy, bundle
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
-from tests.support.servers import Server, server
-from tests.support.usage import Model, Reply, whole
+from tests.support.servers import server
+from tests.support.stacks import open_before_model
+from tests.support.usage import CHAT_USAGE, DELTA, Model, Reply, stream, whole
 
 pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: budgets are NOT settled")
 
+CHAT = "/chat/completions"
 REJECT = [{"threshold_percent": 100, "action": "reject"}]
 
 
-def limited(identity: str, kind: str, more: dict[str, Any] | None = None, **config: object) -> dict[str, Any]:
-    """A policy of one rule for what is below its name, as the format's examples have it."""
+def limited(identity: str, kind: str = "cost_based", more: dict[str, Any] | None = None, **config: object) -> dict[str, Any]:
+    """A policy of one rule for what is below its name, as the format's examples have it; costs are those of a week."""
+    if kind == "cost_based":
+        config = {"period": "7d", "staged_actions": REJECT, **config}
     rule = {"name": f"{identity}-rule", "limit_keys": ["header:x-api-key"], "algorithm": kind, "algorithm_config": config}
-    selector = {"pathPrefix": f"/{identity}/", "methods": ["POST"]}
-    return {"id": identity, "spec": {"selector": selector, "mode": "enforce", "rules": [rule], **(more or {})}}
+    return bare_policy(identity, f"/{identity}/", rules=[rule], **(more or {}))
 
 
 BREAKER = {
@@ -40,35 +45,30 @@ BREAKER = {
 }
 USED = {"prompt_tokens": 1, "completion_tokens": 1_999, "total_tokens": 2_000}
 LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, "action": "reject", "similarity": "exact"}
-
+STAGES = [
+    {"threshold_percent": 80, "action": "warn"},
+    {"threshold_percent": 95, "action": "throttle", "delay_ms": 20},
+    *REJECT,
+]
+LLM: dict[str, Any] = {
+    "algorithm": "token_bucket_llm",
+    "tokens_per_minute": 1,
+    "tokens_per_day": 2_000_000,
+    "burst_tokens": 10_000,
+    "default_max_completion_tokens": 1024,
+}
 POLICIES = bundle(
     limited("minimal", "token_bucket", tokens_per_second=0.01, burst=3),
     limited("loop", "token_bucket", {"loop_detection": LOOP}, tokens_per_second=0.01, burst=20),
     limited("shadow", "token_bucket", {"mode": "shadow", "loop_detection": LOOP}, tokens_per_second=0.01, burst=2),
-    limited(
-        "cost",
-        "cost_based",
-        budget=10,
-        period="7d",
-        cost_key="fixed",
-        fixed_cost=1,
-        staged_actions=[
-            {"threshold_percent": 80, "action": "warn"},
-            {"threshold_percent": 95, "action": "throttle", "delay_ms": 20},
-            *REJECT,
-        ],
-    ),
-    limited("breaker", "cost_based", {"circuit_breaker": BREAKER}, budget=10_000, period="7d", staged_actions=REJECT),
-    limited(
-        "llm",
-        "token_bucket_llm",
-        algorithm="token_bucket_llm",
-        tokens_per_minute=1,
-        tokens_per_day=2_000_000,
-        burst_tokens=10_000,
-        default_max_completion_tokens=1024,
-    ),
-    limited("tokens", "cost_based", budget=1_000_000, period="7d", cost_key="usage:tokens", staged_actions=REJECT),
+    limited("cost", budget=10, cost_key="fixed", fixed_cost=1, staged_actions=STAGES),
+    limited("breaker", more={"circuit_breaker": BREAKER}, budget=10_000),
+    limited("llm", "token_bucket_llm", **LLM),
+    limited("tokens", budget=1_000_000, cost_key="usage:tokens"),
+    limited("shared", more={"missing_descriptor": "share"}, budget=3, cost_key="fixed"),
+    limited("strict", more={"uncountable": "reject"}, budget=3, cost_key="fixed"),
+    limited("plain", budget=10_000, cost_key="usage:tokens"),
+    limited("asks", budget=10_000, cost_key="usage:tokens", usage="request"),
     kill_switches=[{"scope_key": "header:x-tenant-id", "scope_value": "tenant-42", "reason": "incident_block"}],
 )
 
@@ -76,42 +76,41 @@ POLICIES = bundle(
 class Shop:
     """Envoy before a model that reports tokens, two replicas and Valkey."""
 
-    def __init__(self, made: Stack, model: Model, valkey: Server, tokens: Path) -> None:
-        self.tokens = tokens
+    def __init__(self, made: Stack, model: Model, tokens: Path) -> None:
         self.made = made
         self.model = model
-        self.valkey = valkey
+        self.tokens = tokens
+        self._used: Counter[str] = Counter()
 
-    def ask(self, path: str, key: str, body: dict[str, Any] | None = None, reply: Reply | None = None, **more: str) -> Answer:
+    def ask(self, path: str, key: str, reply: Reply | None = None, **body: object) -> Answer:
         """One request of a caller."""
         self.model.reply = reply or whole(usage={"prompt_tokens": 0, "completion_tokens": 0})
-        data = json.dumps(body or {"messages": [{"role": "user", "content": "hello"}]}).encode()
-        return self.made.send(path, method="POST", body=data, headers={"x-api-key": key, **more})
+        return self.made.post(path, {"messages": [{"role": "user", "content": "x" * 40}], **body}, {"x-api-key": key})
 
-    def count(self, name: str, **labels: str) -> float:
-        """A metric of both replicas together."""
-        return sum(replica.metric(name, **labels) for replica in self.made.replicas)
+    def settle(self, policy: str) -> int:
+        """The tokens that the newest request has paid, once that is known."""
 
-    def await_used(self, policy: str, least: float) -> None:
-        """Wait until both replicas together know of this much use."""
-        labels = {"policy": policy, "mode": "enforce", "rule": f"{policy}-rule"}
-        eventually(lambda: self.count("budget_used_total", **labels) >= least, "settlements")
+        def read() -> float:
+            return self.made.total("budget_used_total", policy=policy, mode="enforce") - self._used[policy]
+
+        paid = round(eventually(read, "a settlement"))
+        self._used[policy] += paid
+        return paid
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """One for all tests."""
-    model, tokens = Model(), tmp_path_factory.mktemp("operator") / "tokens"
+    tokens = tmp_path_factory.mktemp("operator") / "tokens"
     tokens.write_text("sesame-sesame-sesame-sesame")
-    flags = ["--admin-token-file", str(tokens)]
-    try:
-        with (
-            server() as valkey,
-            stack(POLICIES, "--store", f"redis://127.0.0.1:{valkey.port}", *flags, replicas=2, upstream=model.address) as made,
-        ):
-            yield Shop(made, model, valkey, tokens)
-    finally:
-        model.stop()
+    with open_before_model(POLICIES, "--admin-token-file", str(tokens), replicas=2) as opened:
+        yield Shop(*opened, tokens)
+
+
+def crowd(made: Stack, path: str, key: str, times: int) -> list[int]:
+    """The sorted statuses of this many requests, eight at a time."""
+    with ThreadPoolExecutor(8) as pool:
+        return sorted(pool.map(lambda _: made.post(path, {}, {"x-api-key": key}).status, range(times)))
 
 
 def test_a_bucket_is_shared_by_replicas_and_its_headers_reach_clients(shop: Shop) -> None:
@@ -121,6 +120,7 @@ def test_a_bucket_is_shared_by_replicas_and_its_headers_reach_clients(shop: Shop
     assert [answer.status for answer in answers] == [200, 200, 200, 429]
     assert [answer.headers["ratelimit-remaining"] for answer in answers] == ["2", "1", "0", "0"]
     assert answers[0].headers["ratelimit"] == '"minimal";r=2;t=100'
+    assert not [name for name in answers[0].headers if name.startswith("x-ratelimit")]
     told = answers[3].headers
     assert 90 <= int(told["retry-after"]) <= 100
     assert (told["ratelimit-limit"], told["ratelimit-reset"]) == ("3", told["retry-after"])
@@ -130,10 +130,7 @@ def test_a_bucket_is_shared_by_replicas_and_its_headers_reach_clients(shop: Shop
 
 def test_side_by_side_exactly_as_many_pass_as_there_are(shop: Shop) -> None:
     """Sixty requests at once on two replicas."""
-    with ThreadPoolExecutor(30) as pool:
-        statuses = list(pool.map(lambda _: shop.ask("/cost/x", "crowd").status, range(60)))
-
-    assert sorted(statuses) == [200] * 10 + [429] * 50
+    assert crowd(shop.made, "/cost/x", "crowd", 60) == [200] * 10 + [429] * 50
     refusal = shop.ask("/cost/x", "crowd")
     assert refusal.headers["x-fairvisor-reason"] == "budget_exceeded"
     assert 0 < int(refusal.headers["retry-after"]) <= 604_800
@@ -142,12 +139,11 @@ def test_side_by_side_exactly_as_many_pass_as_there_are(shop: Shop) -> None:
 def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
     """Exact to the token, on two replicas: estimates are replaced, cached tokens count, also beyond the estimate."""
     usage = {"prompt_tokens": 5_000, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 4_000}}
-
     for _ in range(20):
-        assert shop.ask("/tokens/chat/completions", "ann", reply=whole(usage=usage)).status == 200
-    shop.await_used("tokens", 20 * 5_017)
+        assert shop.ask(f"/tokens{CHAT}", "ann", whole(usage=usage)).status == 200
+        assert shop.settle("tokens") == 5_017
 
-    last = shop.ask("/tokens/chat/completions", "ann", {"messages": [{"role": "user", "content": "1234"}], "max_tokens": 7})
+    last = shop.ask(f"/tokens{CHAT}", "ann", messages=[{"role": "user", "content": "1234"}], max_tokens=7)
 
     left = 1_000_000 - 20 * 5_017 - 8
     assert int(last.headers["ratelimit-remaining"]) == left
@@ -157,7 +153,6 @@ def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
     hours, minutes, seconds = map(int, reset.groups("0"))
     assert hours * 3_600 + minutes * 60 + seconds == int(last.headers["ratelimit-reset"])
     assert told == {"x-ratelimit-limit-tokens": "1000000", "x-ratelimit-remaining-tokens": f"{left}"}
-    assert not [name for name in shop.ask("/minimal/x", "tim").headers if name.startswith("x-ratelimit")]
 
 
 @pytest.mark.parametrize(
@@ -176,14 +171,9 @@ def test_each_official_shape_limits_the_openai_sdk(shop: Shop, shape: str, passe
     """As its documents say: this many calls pass, and the next one is the SDK's error with the documented code."""
     import openai
 
-    more = {"x-tenant-id": "tenant-42"} if shape == "killed" else {}
-    client = openai.OpenAI(
-        api_key="k",
-        base_url=f"http://127.0.0.1:{shop.made.envoy.port}/{'minimal' if shape == 'killed' else shape}",
-        default_headers={"x-api-key": f"sdk-{shape}", **more},
-        max_retries=0,
-        timeout=PATIENCE,
-    )
+    url = f"http://127.0.0.1:{shop.made.envoy.port}/{'minimal' if shape == 'killed' else shape}"
+    headers = {"x-api-key": f"sdk-{shape}", "x-tenant-id": "tenant-42" if shape == "killed" else "other"}
+    client = openai.OpenAI(api_key="k", base_url=url, default_headers=headers, max_retries=0, timeout=PATIENCE)
     shop.model.reply = whole(id="x", object="chat.completion", created=1, model="m", choices=[], usage=USED)
 
     def call() -> None:
@@ -191,26 +181,20 @@ def test_each_official_shape_limits_the_openai_sdk(shop: Shop, shape: str, passe
 
     for _ in range(passed):
         call()
-    if not code:
-        return
-    with pytest.raises(openai.RateLimitError) as refusal:
-        call()
-    assert refusal.value.code == code
+    if code:
+        with pytest.raises(openai.RateLimitError) as refusal:
+            call()
+        assert refusal.value.code == code
 
 
 def test_what_a_killed_replica_has_let_through_stays_counted() -> None:
     """The other one goes on with what is left in the store."""
-    policy = bundle(limited("survivor", "cost_based", budget=30, period="7d", staged_actions=REJECT))
+    policy = bundle(limited("survivor", budget=30))
     with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
-
-        def send(_: int) -> int:
-            return made.send("/survivor/x", method="POST", body=b"{}", headers={"x-api-key": "ann"}).status
-
-        before = [send(number) for number in range(12)]
+        before = crowd(made, "/survivor/x", "ann", 12)
         made.replicas[1].signal(signal.SIGKILL)
         eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1, "one replica")
-        with ThreadPoolExecutor(8) as pool:
-            after = sorted(pool.map(send, range(40)))
+        after = crowd(made, "/survivor/x", "ann", 40)
 
     assert before == [200] * 12
     assert after == [200] * 18 + [429] * 22
@@ -219,18 +203,17 @@ def test_what_a_killed_replica_has_let_through_stays_counted() -> None:
 def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
     """The command in the row of `/budgets` adds on both replicas, once, although it is sent to both."""
     first, second = shop.made.replicas
+    before = {row["caller"] for row in first.ask("/budgets?policy=minimal")["budgets"]}
 
-    def find_row() -> dict[str, Any] | None:
+    def find_row() -> Any:  # noqa: ANN401  # JSON
         rows = first.ask("/budgets?policy=minimal&sort=refused")["budgets"]
         return next((row for row in rows if row["caller"] not in before and row["refused"]), None)
 
-    before = {row["caller"] for row in first.ask("/budgets?policy=minimal")["budgets"]}
     assert [shop.ask("/minimal/x", "gus").status for _ in range(5)] == [200, 200, 200, 429, 429]
-    row: dict[str, Any] = eventually(find_row, "the row of the caller")
-    _, *command = shlex.split(row["commands"]["free"])
-
+    row = eventually(find_row, "the row of the caller")
+    command = shlex.split(row["commands"]["free"].partition(" --amount")[0])
     both = ["--admin", first.admin_url, "--admin", second.admin_url, "--token-file", str(shop.tokens)]
-    assert main([*command[: command.index("--amount")], "--amount", "2", *both]) == 0
+    assert main([*command[1:], "--amount", "2", *both]) == 0
 
     assert (row["limit"], row["left"]) == (3, pytest.approx(0, abs=0.5))
     assert "not added again" in capsys.readouterr().err
@@ -241,23 +224,77 @@ def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.Cap
 
 def test_replicas_without_their_store_let_no_more_pass_together() -> None:
     """Each enforces its half of the budget; when the store is back, it decides again."""
-    policy = bundle(limited("halves", "cost_based", budget=10, period="7d", cost_key="fixed", staged_actions=REJECT))
-
-    def crowd(caller: str) -> list[int]:
-        def send(_: int) -> int:
-            return made.send("/halves/x", method="POST", body=b"{}", headers={"x-api-key": caller}).status
-
-        with ThreadPoolExecutor(8) as pool:
-            return sorted(pool.map(send, range(60)))
-
+    policy = bundle(limited("halves", budget=10, cost_key="fixed"))
     with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
         eventually(lambda: [replica.metric("replicas") for replica in made.replicas] == [2, 2], "both replicas")
 
         valkey.kill()
-        alone = crowd("ann")
+        alone = crowd(made, "/halves/x", "ann", 60)
         valkey.start()
         eventually(lambda: all(replica.metric("store_up", shard=valkey.address) for replica in made.replicas), "the store")
-        together = crowd("bob")
+        together = crowd(made, "/halves/x", "bob", 60)
 
-    assert alone == [200] * 10 + [429] * 50
-    assert together == [200] * 10 + [429] * 50
+    assert alone == together == [200] * 10 + [429] * 50
+
+
+# ---- No request passes without paying
+
+
+@pytest.mark.parametrize("headers", [{}, {"connection": "x-api-key", "x-api-key": "k"}, {"x-api-key": ""}])
+def test_callers_that_hide_their_key_pay_or_are_refused(headers: dict[str, str]) -> None:
+    """Envoy removes what `Connection` names before any filter sees it."""
+    with stack(POLICIES) as made:
+        assert made.repeat("/shared/x", 8, body=b"{}", headers=headers) == [200] * 3 + [429] * 5
+        assert made.repeat("/strict/x", 2, body=b"{}", headers=headers) == [400, 400]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_clients_that_leave_pay_what_they_reserved(shop: Shop, begun: bool) -> None:  # a parameter
+    """Before an answer, or after its first event; those who come after nine of them find no room."""
+    key, came, gone = f"leaver-{begun}", threading.Event(), threading.Event()
+
+    def wait() -> bytes:
+        came.set()
+        gone.wait(PATIENCE)
+        return b"data: [DONE]\n\n"
+
+    reply = stream(DELTA)._replace(parts=[*stream(DELTA).parts, wait]) if begun else stream(DELTA)._replace(before=wait)
+    body = json.dumps({"model": "m", "max_tokens": 990, "messages": [{"role": "user", "content": "x" * 40}]}).encode()
+    head = f"POST /plain{CHAT} HTTP/1.1\r\nhost: h\r\nx-api-key: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    shop.model.reply = reply
+    paid = []
+    for _ in range(10):
+        came.clear()
+        with shop.made.connect() as client:
+            client.sendall(head.encode() + body)
+            assert came.wait(PATIENCE)
+            assert not begun or client.recv(4_000).startswith(b"HTTP/1.1 200")
+        paid.append(shop.settle("plain"))
+    gone.set()
+
+    assert paid == [1_000] * 10
+    assert shop.ask(f"/plain{CHAT}", key, whole(usage=CHAT_USAGE)).status == 429
+
+
+EVENT = {"choices": [{"index": 0, "delta": {"content": "x" * 8_000}}]}
+ABSURD = {"prompt_tokens": 10, "completion_tokens": 999_999_999, "prompt_tokens_details": {"cached_tokens": 999_999_999}}
+GEMINI = "/v1beta/models/gemini-2.5-pro:generateContent"
+
+
+@pytest.mark.parametrize(
+    ("path", "reply", "more", "paid"),
+    [
+        (f"/asks{CHAT}", stream(DELTA, {**DELTA, "choices": [], "usage": CHAT_USAGE}, "[DONE]"), {"stream": True}, 1_234),
+        (f"/plain{CHAT}", stream(EVENT), {"stream": True}, pytest.approx(2_025, abs=20)),
+        (f"/plain{CHAT}", whole(usage=ABSURD), {"max_tokens": 990}, 1_000),
+        (f"/plain{GEMINI};:countTokens", whole(usage=CHAT_USAGE), {}, 1_234),
+        (f"/plain{GEMINI}%3F:countTokens", whole(usage=CHAT_USAGE), {}, 1_234),
+    ],
+    ids=["asked for usage", "no usage in a stream", "absurd", "a parameter", "a question mark"],
+)
+def test_each_request_pays_for_what_came_back(shop: Shop, path: str, reply: Reply, more: dict[str, Any], paid: object) -> None:
+    """As reported; else for the characters of the answer, or what was reserved. No path makes an answer free."""
+    assert shop.ask(path, path, reply, **more).status == 200
+    assert shop.settle(path.split("/")[1]) == paid
+    asked = json.loads(shop.model.body).get("stream_options")
+    assert asked == ({"include_usage": True} if path.startswith("/asks") else None)

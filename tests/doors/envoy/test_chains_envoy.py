@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from functools import partial
 from random import Random
 
 import pytest
@@ -18,17 +18,15 @@ LOOPS = policy("agents", {"pathPrefix": "/"}, similarity="turns", limit_keys=["h
 STUCK = Did((("check", {"build": 7}),), ("the build is broken",))
 
 
-@pytest.fixture(scope="module", params=["valkey", "cluster"])
+@pytest.fixture(scope="module", params=[server, partial(cluster, fails_over=False)], ids=["valkey", "cluster"])
 def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """Two replicas that share a store."""
-    if request.param == "valkey":
-        with server() as one, stack(bundle(LOOPS), "--store", f"redis://{one.address}", replicas=2) as made:
+    with request.param() as found:
+        nodes = found[:2] if isinstance(found, list) else [found]
+        scheme = "redis" if len(nodes) == 1 else "redis+cluster"
+        url = f"{scheme}://{','.join(node.address for node in nodes)}"
+        with stack(bundle(LOOPS), "--store", url, replicas=2) as made:
             yield made
-    else:
-        with cluster(fails_over=False) as nodes:
-            url = "redis+cluster://" + ",".join(node.address for node in nodes[:2])
-            with stack(bundle(LOOPS), "--store", url, replicas=2) as made:
-                yield made
 
 
 @pytest.mark.parametrize("shape", deepen(["chat", "anthropic", "responses", "gemini"], "chat", "anthropic"))
@@ -36,7 +34,7 @@ def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
 def test_the_one_that_loops_is_stopped_whichever_replica_it_meets(stacked: Stack, shape: str, window: int) -> None:
     """Six conversations of one caller side by side; older results are cleared, or older messages left out."""
     random = Random(f"{shape}{window}")
-    headers = {"content-type": "application/json", "x-user-id": f"{shape}-{window}"}
+    headers = {"x-user-id": f"{shape}-{window}"}
     statuses: list[list[int]] = [[] for _ in range(6)]
     begun = [Did((("look", {"at": random.randrange(10**6)}),), (str(random.randrange(10**6)),)) for _ in range(6)]
     before = [replica.metric("requests_total") for replica in stacked.replicas]
@@ -46,8 +44,7 @@ def test_the_one_that_loops_is_stopped_whichever_replica_it_meets(stacked: Stack
             turns = [begun[place], *work][:count]
             turns = [turn._replace(thought=f"{place} thinks {at}", number=at + 1) for at, turn in enumerate(turns)]
             shown = turns[-window:] if window else [turn._replace(results=("[cleared]",)) for turn in turns[:-2]] + turns[-2:]
-            answer = stacked.send("/v1/x", method="POST", body=json.dumps(SHAPES[shape](shown)).encode(), headers=headers)
-            statuses[place].append(answer.status)
+            statuses[place].append(stacked.post("/v1/x", SHAPES[shape](shown), headers).status)
 
     assert 429 not in statuses[0][:4]
     assert statuses[0][4:] == [429] * 3

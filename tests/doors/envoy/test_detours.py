@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,64 +60,64 @@ DETOURS: Mapping[str, tuple[Callable[[Json], Json], str, dict[str, str], str]] =
 }
 
 
+def keep(edit: Callable[[Json], Json], kept: list[Json]) -> Callable[[str], str]:
+    """For `stack`: a changed configuration, which is kept as well."""
+
+    def change(text: str) -> str:
+        kept.append(edit(yaml.safe_load(text)))
+        return json.dumps(kept[0])
+
+    return change
+
+
+def open_host(document: Json) -> Json:
+    """The virtual host for all others is not guarded."""
+    hosts = find(document, f"{MANAGER}/route_config/virtual_hosts")
+    hosts[0]["domains"] = ["api.example"]
+    hosts.append({"name": "rest", "domains": ["*"], "routes": [{**hosts[0]["routes"][1], "name": "open"}]})
+    return document
+
+
 def test_a_port_in_the_host_that_passes_loopguard_is_told() -> None:
     """Envoy takes the virtual host for all others, which is not guarded."""
     policies = bundle(policy("chat", {"pathPrefix": "/chat", "hosts": ["api.example"]}, limit_keys=["header:x-user-id"]))
-    seen: list[Json] = []
-
-    def change(text: str) -> str:
-        document = yaml.safe_load(text)
-        hosts = find(document, f"{MANAGER}/route_config/virtual_hosts")
-        hosts[0]["domains"] = ["api.example"]
-        hosts.append({"name": "rest", "domains": ["*"], "routes": [{**hosts[0]["routes"][1], "name": "open"}]})
-        seen.append(document)
-        return json.dumps(document)
-
-    with stack(policies, edit=change) as running:
+    kept: list[Json] = []
+    with stack(policies, edit=keep(open_host, kept)) as running:
         answers = [running.send("/chat/x", headers={**USER, "host": f"api.example{port}"}).status for port in ("", ":1")]
         asked = running.loopguard.metric("requests_total")
 
     assert (answers, asked) == ([200, 200], 1)
-    assert [finding.code for finding in report(seen[0], policies).findings] == ["host-port"]
+    assert [finding.code for finding in report(kept[0], policies).findings] == ["host-port"]
 
 
 @pytest.mark.parametrize("name", DETOURS)
 def test_a_request_that_passes_loopguard_is_told(name: str) -> None:
     """It reaches the upstream under a guarded path, Loopguard is not asked, and the check says why."""
     edit, path, headers, code = DETOURS[name]
-    seen: list[Json] = []
-
-    def change(text: str) -> str:
-        document = edit(yaml.safe_load(text))
-        seen.append(copy.deepcopy(document))
-        return json.dumps(document)
-
-    with stack(CHAT, edit=change) as running:
+    kept: list[Json] = []
+    with stack(CHAT, edit=keep(edit, kept)) as running:
         answer = running.send(path, headers={**USER, **headers})
         asked = running.loopguard.metric("requests_total") + running.loopguard.metric("unmatched_total")
-        targets = [request.target for request in running.upstream.seen]
 
-    assert (answer.status, asked, targets[-1]) == (200, 0, "/chat/x")
-    assert code in [finding.code for finding in report(seen[0]).findings]
-    assert code in [finding.code for finding in report(seen[0], CHAT).findings]
+    assert (answer.status, asked, running.upstream.seen[-1].target) == (200, 0, "/chat/x")
+    for policies in (None, CHAT):
+        assert code in [finding.code for finding in report(kept[0], policies).findings]
+
+
+def ignore_case(document: Json) -> Json:
+    """The guarded route takes paths in any case."""
+    find(document, f"{ROUTES}/0/match")["case_sensitive"] = False
+    return document
 
 
 def test_a_guarded_request_that_matches_no_policy_is_told() -> None:
     """Envoy sends `/CHAT` to Loopguard, whose policies are for `/chat`."""
-    seen: list[Json] = []
-
-    def change(text: str) -> str:
-        document = yaml.safe_load(text)
-        find(document, f"{ROUTES}/0/match")["case_sensitive"] = False
-        seen.append(document)
-        return json.dumps(document)
-
-    with stack(CHAT, edit=change) as running:
+    kept: list[Json] = []
+    with stack(CHAT, edit=keep(ignore_case, kept)) as running:
         running.send("/CHAT/x", headers=USER)
-        unmatched = running.loopguard.metric("unmatched_total")
+        assert running.loopguard.metric("unmatched_total") == 1
 
-    assert unmatched == 1
-    assert [finding.code for finding in report(seen[0], CHAT).findings] == ["unmatched"]
+    assert [finding.code for finding in report(kept[0], CHAT).findings] == ["unmatched"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from extproc.cli.main import main
 from extproc.policy.presets import find_preset
 from tests.support import ROOT
 from tests.support.chart import CASES
-from tests.support.harness import ENVOY, Answer, Stack, stack
+from tests.support.envoy_config import verdict
+from tests.support.harness import stack
 
 EXAMPLES = ROOT / "examples"
 COMPOSE = EXAMPLES / "compose"
@@ -71,13 +71,8 @@ def test_compose_s_envoy_takes_what_is_printed(
     text = capsys.readouterr().out
     authorities = tmp_path / "ca.crt"
     trustme.CA().cert_pem.write_to_path(str(authorities))
-    (tmp_path / "envoy.yaml").write_text(text.replace("/etc/ssl/certs/ca-certificates.crt", str(authorities)))
 
-    done = subprocess.run(
-        [ENVOY, "--mode", "validate", "-c", str(tmp_path / "envoy.yaml")], capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stderr
+    assert verdict(text.replace("/etc/ssl/certs/ca-certificates.crt", str(authorities)), tmp_path).endswith("OK\n")
     configuration = yaml.safe_load(text)["static_resources"]
     (listener,) = configuration["listeners"]
     assert services["envoy"]["ports"] == [f"127.0.0.1:10000:{listener['address']['socket_address']['port_value']}"]
@@ -97,13 +92,6 @@ def test_policies_are_the_preset_s() -> None:
     assert {**front["spec"], "limit_keys": preset["spec"]["limit_keys"]} == preset["spec"]
 
 
-def send(made: Stack, address: str, body: bytes, **headers: str) -> int:
-    """The status of a model call to an API's address, as its SDK spells the path."""
-    return made.send(
-        urlsplit(address).path, method="POST", body=body, headers={"content-type": "application/json", **headers}
-    ).status
-
-
 def test_a_company_s_agents_are_guarded() -> None:
     """Claude Code and Codex, as their managed settings have it, are noticed when they loop, and shown with their team."""
     claude = json.loads((EXAMPLES / "company" / "managed-settings.json").read_text())["env"]
@@ -111,22 +99,16 @@ def test_a_company_s_agents_are_guarded() -> None:
     provider = codex["model_providers"][codex["model_provider"]]
     name, _, team = claude["ANTHROPIC_CUSTOM_HEADERS"].partition(": ")
     calls = [
-        (f"{claude['ANTHROPIC_BASE_URL']}/v1/messages", "anthropic_stuck.json", {name: team, "x-api-key": "sk-a"}),
-        (
-            f"{provider['base_url']}/responses",
-            "responses_stuck.json",
-            {**provider["http_headers"], "authorization": "Bearer b"},
-        ),
+        (f"{claude['ANTHROPIC_BASE_URL']}/v1/messages", "anthropic", {name: team, "x-api-key": "sk-a"}),
+        (f"{provider['base_url']}/responses", "responses", {**provider["http_headers"], "authorization": "Bearer b"}),
     ]
     with stack(read_policy("company")) as made:
-        seen = []
-        for address, file, headers in calls:
-            send(made, address, (BODIES / file).read_bytes(), **headers)
-            seen.append(made.loopguard.metric("loops_detected_total", policy="agents"))
+        for number, (address, api, headers) in enumerate(calls, start=1):
+            made.post(urlsplit(address).path, (BODIES / f"{api}_stuck.json").read_bytes(), headers)
+            assert made.loopguard.metric("loops_detected_total", policy="agents") == number
         rows = made.loopguard.ask("/loops")["conversations"]
 
     assert provider["wire_api"] == "responses"
-    assert seen == [1, 2]
     assert [row["labels"] for row in rows] == [{"x-team": "platform"}] * 2
 
 
@@ -134,21 +116,16 @@ def test_litellm_s_users_are_told_apart() -> None:
     """In front of Envoy, LiteLLM sends one key for all: the header that it forwards says whose request is repeated."""
     front = yaml.safe_load((EXAMPLES / "litellm" / "front.yaml").read_text())
     (model,) = front["model_list"]
-    address = f"{model['litellm_params']['api_base']}/chat/completions"
-    body = json.dumps({"model": "gpt-5.1", "messages": [{"role": "user", "content": "hello"}]}).encode()
-    key = {"authorization": "Bearer provider"}
+    address = urlsplit(f"{model['litellm_params']['api_base']}/chat/completions")
+    asked = {"model": "gpt-5.1", "messages": [{"role": "user", "content": "hello"}]}
     with stack(read_policy("litellm")) as made:
-        counts = []
-        for user in ("ann", "bob"):
-            for _ in range(4):
-                send(made, address, body, **key, **{"x-user-id": user})
-            counts.append(made.loopguard.metric("loops_detected_total", policy="agents"))
-        send(made, address, body, **key, **{"x-user-id": "bob"})
-        counts.append(made.loopguard.metric("loops_detected_total", policy="agents"))
+        for users, loops in ((["ann"] * 4 + ["bob"] * 4, 0), (["bob"], 1)):
+            for name in users:
+                made.post(address.path, asked, {"authorization": "Bearer provider", "x-user-id": name})
+            assert made.loopguard.metric("loops_detected_total", policy="agents") == loops
 
-    assert urlsplit(address).netloc == "envoy:10000"
+    assert address.netloc == "envoy:10000"
     assert front["general_settings"]["forward_client_headers_to_llm_api"] is True
-    assert counts == [0, 0, 1]
     for name in ("front", "behind"):
         assert yaml.safe_load((EXAMPLES / "litellm" / f"{name}.yaml").read_text())["litellm_settings"] == {"num_retries": 0}
 
@@ -167,14 +144,15 @@ def test_a_tool_server_is_guarded() -> None:
     """A tool that starts something is refused at the second equal call, as the model reads; one that is polled never is."""
     document = json.loads((EXAMPLES / "mcp" / "policies" / "tools.json").read_text())
 
-    def call(made: Stack, tool: str) -> Answer:
-        asked = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": tool, "arguments": {"target": "all"}}}
-        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", "x-user-id": "ann"}
-        return made.send("/mcp", method="POST", body=json.dumps(asked).encode(), headers=headers)
-
+    headers = {"accept": "application/json, text/event-stream", "x-user-id": "ann"}
     with stack(document) as made:
-        polled = [call(made, "get_build_status").json() for _ in range(6)]
-        started = [call(made, "start_build").json() for _ in range(2)]
+
+        def call(tool: str) -> Any:  # noqa: ANN401  # JSON
+            params = {"name": tool, "arguments": {"target": "all"}}
+            return made.post("/mcp", {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": params}, headers).json()
+
+        polled = [call("get_build_status") for _ in range(6)]
+        started = [call("start_build") for _ in range(2)]
 
     assert all("number" in answer for answer in [*polled, started[0]])  # the upstream's
     assert started[1]["result"]["isError"] is True

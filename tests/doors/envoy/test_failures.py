@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.documents import bundle, policy
-from tests.support.harness import PATIENCE, Loopguard, Stack, eventually, stack, write_policies
+from tests.support.harness import Loopguard, eventually, stack, write_policies
 
+SERVED = b"HTTP/1.1 200 OK\r\n"
 REJECT = bundle(policy("p", {"pathPrefix": "/"}))
 
 _BUG = """
@@ -41,9 +40,7 @@ def test_a_dead_server_is_what_failure_mode_says(failure_mode: str, status: int)
 def test_an_internal_error_never_reaches_the_client() -> None:
     """Even where Envoy is fail-closed, a bug of ours lets the request through; it is counted and logged."""
     with stack(REJECT, preamble=_BUG, failure_mode="deny") as made:
-        statuses = [made.send("/", method="POST", body=b"x").status for _ in range(4)]
-
-        assert statuses == [200] * 4
+        assert made.repeat("/", 4, body=b"x") == [200] * 4
         assert made.loopguard.metric("fail_open_total", reason="internal_error") == 4
         assert "internal error, request let through" in made.loopguard.output()
 
@@ -59,15 +56,11 @@ def test_stalled_uploads_do_not_switch_the_guard_off() -> None:
             connection.sendall(_STALLED)
         eventually(lambda: made.loopguard.metric("uncounted_total", reason="overload") == 2, "two uploads given up")
 
-        statuses = [made.send("/p").status for _ in range(4)]
+        assert made.repeat("/p", 4) == [200, 200, 429, 429]
+        assert made.loopguard.metric("overload_total") == 3
         for connection in stalled:
             connection.sendall(b"f")
-        lines = [connection.makefile("rb").readline() for connection in stalled]
-
-        assert statuses == [200, 200, 429, 429]
-        assert made.loopguard.metric("overload_total") == 3
-        assert lines == [b"HTTP/1.1 200 OK\r\n"] * 5
-        for connection in stalled:
+            assert connection.makefile("rb").readline() == SERVED
             connection.close()
 
 
@@ -86,20 +79,8 @@ def test_an_upload_that_stalls_ends_but_an_answer_may_take_its_time() -> None:
         made.upstream.release.set()
 
         assert refusal == b"HTTP/1.1 408 Request Timeout\r\n"
-        assert slow.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+        assert slow.makefile("rb").readline() == SERVED
         eventually(lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1, "the upload's end")
-
-
-def _traffic(made: Stack, statuses: list[int], stop: threading.Event) -> threading.Thread:
-    """Distinct requests one after the other until `stop`, on a thread of their own."""
-
-    def send() -> None:
-        while not stop.is_set():
-            statuses.append(made.send(f"/p?n={len(statuses)}").status)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
 
 
 def test_sigterm_drains() -> None:
@@ -108,57 +89,48 @@ def test_sigterm_drains() -> None:
         policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=40),
         policy("p", {"pathPrefix": "/p"}),
     )
-    with stack(holding, "--drain-delay", "3", failure_mode="allow") as made:
-        for _ in range(39):
-            made.send("/hold")
-        statuses: list[int] = []
-        held, stop = made.connect(), threading.Event()
+    with stack(holding, "--drain-delay", "3", failure_mode="allow") as made, made.connect() as held:
+        made.repeat("/hold", 39)
         held.sendall(b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n")  # held for 4 s, longer than the delay
         eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
-        traffic = _traffic(made, statuses, stop)
 
         made.loopguard.signal(signal.SIGTERM)
-        eventually(lambda: made.loopguard.get("/readyz")[0] == 503, "not ready")
-        eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 0, "Envoy's notice")
-        served = made.loopguard.metric("requests_total", policy="p")
-        answer = held.makefile("rb").readline()
-        code = made.loopguard.wait()
-        stop.set()
-        traffic.join(PATIENCE)
+        statuses: list[int] = []
 
-        assert code == 0
-        assert answer == b"HTTP/1.1 200 OK\r\n"
-        assert served > 0
+        def turns_away() -> bool:
+            statuses.append(made.send(f"/p?n={len(statuses)}").status)
+            return made.envoy.stat("cluster.loopguard.membership_healthy") == 0
+
+        eventually(lambda: made.loopguard.get("/readyz")[0] == 503, "not ready")
+        eventually(turns_away, "Envoy's notice")
+        served = made.loopguard.metric("requests_total", policy="p")
+        assert held.makefile("rb").readline() == SERVED
+        assert made.loopguard.wait() == 0
         assert set(statuses) == {200}
-        held.close()
+        assert served > 0
 
 
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
 def test_an_upload_that_outlasts_the_drain_goes_on(transport: str) -> None:
     """Even where Envoy is fail-closed, a request whose body is still coming when Loopguard stops reaches its upstream."""
     arguments = ("--transport", transport, "--drain-timeout", "0")
-    with stack(REJECT, *arguments, failure_mode="deny") as made:
-        client = made.connect()
+    with stack(REJECT, *arguments, failure_mode="deny") as made, made.connect() as client:
         client.sendall(b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\nab")
         eventually(lambda: made.loopguard.metric("streams_in_flight") == 1, "the upload")
 
         made.loopguard.stop()
         client.sendall(b"cd")
 
-        assert client.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+        assert client.makefile("rb").readline() == SERVED
         assert made.upstream.seen[-1].body == b"abcd"
-        client.close()
 
 
 def test_a_second_signal_does_not_wait() -> None:
     """Asked twice, Loopguard lets held requests through at once and exits 0."""
     holding = bundle(policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=100))
-    with stack(holding, "--drain-delay", "600", "--drain-timeout", "600") as made:
-        for _ in range(99):
-            made.send("/hold")
-        answers: list[int] = []
-        held = threading.Thread(target=lambda: answers.append(made.send("/hold").status))
-        held.start()  # held for 10 s
+    with stack(holding, "--drain-delay", "600", "--drain-timeout", "600") as made, made.connect() as held:
+        made.repeat("/hold", 99)
+        held.sendall(b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n")  # held for 10 s
         eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
 
         made.loopguard.signal(signal.SIGTERM)
@@ -166,14 +138,13 @@ def test_a_second_signal_does_not_wait() -> None:
         made.loopguard.signal(signal.SIGTERM)
 
         assert made.loopguard.wait() == 0
-        held.join(PATIENCE)
-        assert answers == [200]
+        assert held.makefile("rb").readline() == SERVED
 
 
 def test_a_policy_changed_under_traffic_acts_on_the_next_request() -> None:
     """A file edited while requests run is taken within a moment; counts survive; a bad edit changes nothing."""
     with stack(bundle(policy("p", {"pathPrefix": "/"}, threshold_identical_requests=5))) as made:
-        assert [made.send("/").status for _ in range(3)] == [200] * 3
+        assert made.repeat("/", 3) == [200] * 3
 
         made.write_policies(bundle(policy("p", {"pathPrefix": "/"}, threshold_identical_requests=4)))
         eventually(lambda: made.loopguard.metric("policy_reloads_total", result="ok") == 1, "the reload")
@@ -193,11 +164,6 @@ server.Server._on_hangup = lambda self: time.sleep(60)
 """
 
 
-def _read_unhealthy(loopguard: Loopguard) -> Any:  # noqa: ANN401  # JSON's
-    status, body = loopguard.get("/healthz")
-    return json.loads(body) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
-
-
 def test_a_stalled_data_path_is_told(tmp_path: Path) -> None:
     """While the event loop that serves requests stands still, `/healthz` says so."""
     write_policies(tmp_path, bundle(policy("p", {"pathExact": "/a"})))
@@ -205,7 +171,8 @@ def test_a_stalled_data_path_is_told(tmp_path: Path) -> None:
     try:
         eventually(lambda: loopguard.get("/healthz")[0] == HTTPStatus.OK, "health")  # on a busy machine, it may stand still
         loopguard.signal(signal.SIGHUP)
-        told = eventually(lambda: _read_unhealthy(loopguard), "the stall")
+        eventually(lambda: loopguard.get("/healthz")[0] == HTTPStatus.SERVICE_UNAVAILABLE, "the stall")
+        told = json.loads(loopguard.get("/healthz")[1])
     finally:
         loopguard.signal(signal.SIGKILL)
         loopguard.stop()

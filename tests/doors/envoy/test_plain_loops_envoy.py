@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from extproc.policy.presets import find_preset
-from tests.support.documents import bundle
+from tests.support.documents import bare_policy, bundle
 from tests.support.harness import Stack, envoy_version, eventually
 from tests.support.stacks import open_before_model
 from tests.support.usage import Model, whole
@@ -26,8 +26,7 @@ SHARED = 6
 def limited(identity: str, **unnamed: Any) -> dict[str, Any]:  # noqa: ANN401  # keys
     """A policy of session limits, with these for requests without a session."""
     limits = {"max_steps": 16, "prices": {"*": {"input": 0, "output": 10_000}}}
-    spec = {"selector": {"pathPrefix": f"/{identity}/"}, "limit_keys": ["credential"], "session_limits": limits}
-    return {"id": identity, "spec": {**spec, "unnamed_limits": unnamed}}
+    return bare_policy(identity, f"/{identity}/", limit_keys=["credential"], session_limits=limits, unnamed_limits=unnamed)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +44,12 @@ def send(one: Stack, text: str, turns: int = 0, path: str = PATH, key: str = "k"
     messages = [{"role": "user", "content": text}]
     for number in range(turns):
         messages += [{"role": "assistant", "content": f"{text}, {number}"}, {"role": "user", "content": "go on"}]
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    data = json.dumps({"model": "m", "max_tokens": 1, "messages": messages}).encode()
-    return one.send(path, method="POST", body=data, headers=headers).status
+    return one.post(path, {"model": "m", "max_tokens": 1, "messages": messages}, {"authorization": f"Bearer {key}"}).status
 
 
 def test_the_preset_ends_a_plain_loop(made: tuple[Stack, Model]) -> None:
     """Whichever replica judges; a program without retries of its own gets a 429."""
-    found = [send(made[0], "Fetch the page", key="loop") for _ in range(60)]
-
-    assert found == [200] * 24 + [429] * 36
+    assert [send(made[0], "Fetch the page", key="loop") for _ in range(60)] == [200] * 24 + [429] * 36
 
 
 def test_the_preset_lets_documents_and_samples_pass(made: tuple[Stack, Model]) -> None:
@@ -96,18 +91,12 @@ def test_costs_of_single_requests_add_up(made: tuple[Stack, Model]) -> None:
     path = f"/money{PATH}"
     model.reply = whole(object="chat.completion", choices=[], usage={"prompt_tokens": 0, "completion_tokens": 100})
 
-    def count() -> float:
-        return sum(replica.metric("access_log_entries_total", result="taken") for replica in one.replicas)
-
     def pay(text: str, turns: int = 0) -> int:
-        before = count()
+        before = one.total("access_log_entries_total", result="taken")
         status = send(one, text, turns, path, "payer")
         if status == 200:
-            eventually(lambda: count() > before, "an entry")
+            eventually(lambda: one.total("access_log_entries_total", result="taken") > before, "an entry")
         return status
 
-    conversations = [pay(f"Task {number}", turns) for number in range(5) for turns in range(2)]
-    single = [pay(f"Fetch page {number}") for number in range(5)]
-
-    assert conversations == [200] * 10
-    assert single == [200] * 3 + [429] * 2
+    assert [pay(f"Task {number}", turns) for number in range(5) for turns in range(2)] == [200] * 10
+    assert [pay(f"Fetch page {number}") for number in range(5)] == [200] * 3 + [429] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,41 @@ CHAT = bundle(policy("chat", {"pathExact": "/v1/chat"}, limit_keys=["header:x-us
 USER = ("-H", "x-user-id: ann")
 
 
-def probe(
-    running: Stack, capsys: pytest.CaptureFixture[str], *flags: str, scheme: str = "http", port: int = 0
-) -> tuple[int, dict[str, tuple[str, str]]]:
-    """Exit code, and the verdict and the reason for each request."""
-    url = f"{scheme}://127.0.0.1:{port or running.envoy.port}/v1/chat"
-    code = main(["check-envoy", "--probe", url, "--loopguard", running.loopguard.admin_url, "--json", *flags])
+Found = dict[str, tuple[str, str]]
+"""The verdict and the reason for each request."""
+
+
+def probe(made: Stack, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, Found]:
+    """Exit code, and what is found."""
+    url = f"http://127.0.0.1:{made.envoy.port}/v1/chat"
+    code = main(["check-envoy", "--probe", url, "--loopguard", made.loopguard.admin_url, "--json", *flags])
     results: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["probes"]
     return code, {result["request"]: (result["verdict"], result["why"]) for result in results}
 
 
-def tell_unguarded(found: dict[str, tuple[str, str]]) -> dict[str, str]:
-    """Why requests pass unguarded."""
-    return {name: why for name, (verdict, why) in found.items() if verdict == "UNGUARDED"}
+@pytest.fixture(scope="module")
+def running() -> Iterator[Stack]:
+    """A guarded path."""
+    with stack(CHAT) as made:
+        yield made
 
 
-def test_a_probe_tells_what_is_guarded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_tells_what_is_guarded(running: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     """Each request to a guarded path is counted; an upgrade and spellings that Envoy keeps, which are not, are named."""
-    with stack(CHAT) as running:
-        before = len(running.upstream.seen)
-        code, found = probe(running, capsys, *USER)
-        seen = running.upstream.seen[before:]
-        accepted, _ = probe(running, capsys, *USER, *(flag for name in tell_unguarded(found) for flag in ("--ignore", name)))
-
     others = ("escaped slash", "upper case", "path parameter", "path parameter of the first segment")
+    before = len(running.upstream.seen)
+
+    code, found = probe(running, capsys, *USER)
+
     assert found == {
         **dict.fromkeys(list_names(), ("guarded", "counted by chat")),
         **dict.fromkeys(others, ("UNGUARDED", "Loopguard is not asked")),  # this upstream answers any path
         "WebSocket upgrade": ("UNGUARDED", "matches chat, but is not counted (chat: upgrade)"),
     }
     assert code == 1
-    assert accepted == 0
-    assert all(request.header("x-loopguard-probe") for request in seen)
+    assert all(request.header("x-loopguard-probe") for request in running.upstream.seen[before:])
+    accepted = [flag for name in (*others, "WebSocket upgrade") for flag in ("--ignore", name)]
+    assert probe(running, capsys, *USER, *accepted)[0] == 0
 
 
 def test_a_probe_finds_what_only_looks_guarded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +64,8 @@ def test_a_probe_finds_what_only_looks_guarded(capsys: pytest.CaptureFixture[str
     with stack(CHAT, body_mode="tolerant", buffer_limit=100_000) as running:
         _, found = probe(running, capsys, *USER)
 
-    assert "chat" in tell_unguarded(found)["HTTP/1.1, large body, chunked"]
+    verdict, why = found["HTTP/1.1, large body, chunked"]
+    assert (verdict, "chat" in why) == ("UNGUARDED", True)
     assert found["HTTP/1.1"] == ("guarded", "counted by chat")
 
 
@@ -88,8 +93,8 @@ def switch_protocols(client: socket.socket) -> None:
 
 def test_probe_opens_websockets(capsys: pytest.CaptureFixture[str]) -> None:
     """They pass uncounted, as the reason says; a handshake is all that is sent."""
-    with listening(switch_protocols) as upstream, stack(CHAT, upstream=upstream) as running:
-        _, found = probe(running, capsys, *USER, "--probe-size", "1000")
+    with listening(switch_protocols) as upstream, stack(CHAT, upstream=upstream) as made:
+        _, found = probe(made, capsys, *USER, "--probe-size", "1000")
 
     assert found["WebSocket upgrade"] == ("UNGUARDED", "matches chat, but is not counted (chat: upgrade)")
 
@@ -102,11 +107,9 @@ def test_a_probe_of_a_route_that_is_off(capsys: pytest.CaptureFixture[str]) -> N
     assert (code, found["HTTP/1.1"]) == (1, ("UNGUARDED", "Loopguard is not asked"))
 
 
-def test_a_request_without_a_caller_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_without_a_caller_is_not_counted(running: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     """The probe needs the credentials of a client; the reason says so."""
-    with stack(CHAT) as running:
-        code, found = probe(running, capsys)
+    code, found = probe(running, capsys, "--probe-size", "1000")
 
-    assert code == 1
-    assert found["HTTP/1.1"][0] == "UNGUARDED"
+    assert (code, found["HTTP/1.1"][0]) == (1, "UNGUARDED")
     assert "chat: " in found["HTTP/1.1"][1]

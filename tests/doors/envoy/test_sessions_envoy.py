@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from decimal import Decimal
 from itertools import count
-from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from extproc.cli.main import main
-from extproc.sessions.names import hash_session
-from tests.support.documents import bundle
-from tests.support.harness import PATIENCE, Answer, Loopguard, Stack, envoy_version, eventually, stack
+from tests.support.documents import bare_policy, bundle
+from tests.support.harness import PATIENCE, Answer, Loopguard, Stack, envoy_version, eventually
 from tests.support.sdks import MODEL_SDKS
 from tests.support.servers import Server, server
 from tests.support.session_limits import TOOL
+from tests.support.stacks import await_session, open_before_model
 from tests.support.turn_writers import Did, as_chat
-from tests.support.usage import DELTA, EVENTS, STARTED, TOLD, WORD, Model, Reply, stream, whole, write_event
+from tests.support.usage import DELTA, EVENTS, HUNG_UP, Model, Reply, whole, write_event
 
 pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: their costs are NOT tested")
 
@@ -37,11 +32,6 @@ AGENTS: dict[str, Any] = json.loads("""
 """)
 """A session file of an in-process SDK, as a policy."""
 
-PRICES = {
-    "gpt-*": {"input": 2.5, "output": 10, "cache_read": 1.25},
-    "claude-*": {"input": 3, "output": 15, "cache_read": 0.3, "cache_write": 3.75},
-    "*": {"input": 0.7, "output": 2.1},
-}
 CLAUDE = "anthropic.claude-3-5-sonnet-20240620-v1:0"
 BY_NAME = {
     name: {"input": cents * 10_000, "output": 0}
@@ -54,8 +44,8 @@ TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
 
 def limited(identity: str, session: dict[str, Any] | None = None, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
     """A policy for what is below its name."""
-    keys = {"limit_keys": ["header:x-team"], "session": {"keys": ["header:x-session-id"], **(session or {})}}
-    return {"id": identity, "spec": {"selector": {"pathPrefix": f"/{identity}/"}, **keys, "session_limits": limits}}
+    named = {"keys": ["header:x-session-id"], **(session or {})}
+    return bare_policy(identity, f"/{identity}/", limit_keys=["header:x-team"], session=named, session_limits=limits)
 
 
 _FOUR_DOLLARS: dict[str, Any] = {"max_cost_per_session": 4.0, "prices": TOKEN_COSTS_A_CENT}
@@ -72,7 +62,6 @@ POLICIES = bundle(
     AGENTS,
     TOLD_POLICY,
     limited("fewer", max_calls_per_tool={"issue_refund": 1}, **_FOUR_DOLLARS),
-    limited("bill", max_cost_per_session=10.0, prices=PRICES),
     limited("named", max_cost_per_session=10_000.0, prices=BY_NAME, unknown_model={"input": 90_000, "output": 90_000}),
     limited("cap", max_cost_per_session=0.1, prices=TOKEN_COSTS_A_CENT),
     limited("once", max_cost_per_session=1.0, prices=TOKEN_COSTS_A_CENT),
@@ -82,20 +71,16 @@ POLICIES = bundle(
     limited("flood", {"max_sessions_per_tenant": 3}, max_steps=2),
 )
 
-TOKEN = "correct-horse-battery-staple"
-
 _numbers = count()
 
 
-@dataclass
-class Bank:
-    """Envoy before a model that sends bills, two replicas, Valkey; how replicas are started, and what lets one give orders."""
+class Bank(NamedTuple):
+    """Envoy before a model that sends bills, two replicas, Valkey; how replicas are started."""
 
     made: Stack
-    valkey: Server
     model: Model
+    valkey: Server
     flags: tuple[str, ...]
-    credentials: tuple[str, ...]
 
     def send(self, reply: Reply, path: str, session: str, team: str = "red", body: bytes = b"") -> Answer:
         """A request that is like no other."""
@@ -110,22 +95,12 @@ class Bank:
 
     def find(self, session: str, **expected: object) -> dict[str, Any]:
         """Wait until a replica knows that a session stands so; its report."""
-
-        def probe() -> dict[str, Any] | None:
-            for replica in self.made.replicas:
-                _, text = replica.get(f"/sessions/{hash_session('header:x-session-id', session)}")
-                for run in json.loads(text).get("sessions", ()):
-                    if expected.items() <= run.items():
-                        return dict(run)
-            return None
-
-        return eventually(probe, f"session {session} with {expected}")
+        return await_session(self.made, session, **expected)
 
     def order(self, *arguments: str) -> None:
         """Give an order by the command, and wait until it applies on both replicas."""
         known = self._read_orders()
-        asked = ("--admin", self.made.loopguard.admin_url, *self.credentials)
-        assert main([*arguments, *asked]) == 0
+        assert main([*arguments, "--admin", self.made.loopguard.admin_url, "--token-file", self.flags[-1]]) == 0
         eventually(lambda: (now := self._read_orders())[0] == now[1] != known[1], "the same order everywhere")
 
     def _read_orders(self) -> list[str]:
@@ -141,20 +116,16 @@ def tokens(output: int) -> Reply:
 
 
 @pytest.fixture(scope="module")
-def bank() -> Iterator[Bank]:
+def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
     """One for all tests."""
-    model = Model()
-    try:
-        with server() as valkey, tempfile.TemporaryDirectory(prefix="lg") as name:
-            tokens = Path(name) / "tokens"
-            tokens.write_text(TOKEN)
-            flags = ("--store", f"redis://{valkey.address}", "--show-callers", "--admin-token-file", str(tokens))
-            with stack(POLICIES, *flags, replicas=2, upstream=model.address) as made:
-                yield Bank(made, valkey, model, flags, ("--token-file", str(tokens)))
-                for replica in made.replicas:
-                    replica.stop()
-    finally:
-        model.stop()
+    tokens = tmp_path_factory.mktemp("operator") / "tokens"
+    tokens.write_text("correct-horse-battery-staple")
+    with server() as valkey:
+        flags = ("--store", f"redis://{valkey.address}", "--show-callers", "--admin-token-file", str(tokens))
+        with open_before_model(POLICIES, *flags, replicas=2) as (made, model):
+            yield Bank(made, model, valkey, flags)
+            for replica in made.replicas:
+                replica.stop()
 
 
 @pytest.fixture
@@ -170,13 +141,6 @@ def read_refusal(answer: Answer) -> tuple[str, object, object]:
     expected = loop if detail["limit"] == "loop_detection" else ("session_limit_exceeded",) * 2
     assert (detail["error"], answer.headers["x-fairvisor-reason"]) == expected
     return detail["limit"], detail["used"], detail["allowed"]
-
-
-def price(model: str, usage: Any) -> Decimal:  # noqa: ANN401  # tokens
-    """What a provider would ask, by its list."""
-    rates: Any = next(rates for name, rates in PRICES.items() if model.startswith(name.rstrip("*")))
-    listed = [Decimal(str(rates.get(name, rates["input"]))) for name in ("input", "output", "cache_read", "cache_write")]
-    return sum((rate * tokens / 10**6 for rate, tokens in zip(listed, usage, strict=True)), Decimal())
 
 
 _CHAT = {"object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}]}
@@ -221,22 +185,11 @@ def test_the_price_in_the_policy_is_the_price_charged(  # a table
     assert bank.find(session, reserved_cost=0.0)["actual_cost"] == dollars
 
 
-def test_the_sum_is_the_providers_own(bank: Bank, session: str) -> None:
-    """To the nano-dollar, over answers and streams of every API: nothing of it is estimated."""
-    for reply, _, _ in TOLD.values():
-        assert bank.send(reply, "/bill/x", session).status == 200
-
-    run = bank.find(session, total_step_count=len(TOLD), reserved_cost=0.0)
-
-    assert run["actual_cost"] == float(sum(price(model, usage) for _, model, usage in TOLD.values()))
-    assert run["estimated_cost"] == 0
-
-
 def test_the_call_that_passes_the_cap_has_run_and_the_next_is_refused(bank: Bank, session: str) -> None:
     """By whichever replica, once the bill has come; what it says is in dollars."""
-    for number, cost in enumerate((4, 5, 2), start=1):
+    for cost, sum_ in ((4, 0.04), (5, 0.09), (2, 0.11)):
         assert bank.send(tokens(cost), "/cap/x", session).status == 200
-        bank.find(session, total_step_count=number, actual_cost=(0.04, 0.09, 0.11)[number - 1])
+        bank.find(session, actual_cost=sum_, reserved_cost=0.0)
 
     refused = [bank.send(FREE, "/cap/x", session) for _ in range(4)]
 
@@ -279,13 +232,11 @@ def test_a_stream_is_asked_for_its_usage_and_reports_the_model_s_time(bank: Bank
         body = json.dumps({**as_chat([Did((("scan", {}),), ("Error: gone",), number=1)][:turn]), "stream": True}).encode()
         assert bank.send(reply, "/asked/v1/chat/completions", session, body=body).status == 200
 
-    bank.find(session, actual_cost=0.14, estimated_cost=0.0, reserved_cost=0.0)
+    def find_steps() -> Any:  # noqa: ANN401  # JSON
+        steps = bank.find(session, actual_cost=0.14, estimated_cost=0.0, reserved_cost=0.0)["steps"]
+        return steps if steps[1]["tools"] and steps[1]["tool_seconds"] >= 0.3 else None
 
-    def probe() -> list[dict[str, Any]]:  # each replica knows when it let a step through
-        first, second = bank.find(session, actual_cost=0.14)["steps"]
-        return [first, second] if second["tools"] and second["tool_seconds"] >= 0.3 else []
-
-    steps = eventually(probe, "the time of the tools")
+    steps = eventually(find_steps, "the time of the tools")  # each replica knows when it let a step through
     assert [(step["tools"], step["tool_errors"], step["output_tokens"]) for step in steps] == [([], 0, 7), (["scan"], 1, 7)]
     assert all(0.3 <= step["model_seconds"] <= PATIENCE for step in steps)
 
@@ -313,41 +264,11 @@ def test_a_body_that_cannot_be_changed_costs_what_it_costs(bank: Bank, session: 
     assert statuses == [200] * 2 + [429] * 6
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        stream(*[DELTA] * 20, "[DONE]"),
-        stream(STARTED, *[WORD] * 20, named=True, cut=True),
-        Reply([b"a" * 1_000], "text/plain"),
-    ],
-    ids=["stream without usage", "stream that breaks off", "text"],
-)
-def test_what_is_not_reported_is_estimated(bank: Bank, session: str, reply: Reply) -> None:
-    """All of the call's cost is marked so, and it counts."""
-    connection = http.client.HTTPConnection("127.0.0.1", bank.made.envoy.port, timeout=PATIENCE)
-    bank.model.reply = reply
-    connection.request("POST", "/bill/x", b"x" * 4_000, {"x-team": "red", "x-session-id": session})
-    try:
-        connection.getresponse().read()
-    except http.client.IncompleteRead:
-        assert reply.cut
-    connection.close()
-
-    run = bank.find(session, total_step_count=1, reserved_cost=0.0)
-
-    assert 0 < run["estimated_cost"] == run["actual_cost"] < 0.04
-
-
 def test_failures_in_a_row_kill_and_a_release_frees(bank: Bank, session: str) -> None:
     """5xx and broken connections count; a success resets the count; a released session starts at zero, on both replicas."""
-
-    def hang_up() -> bytes:
-        raise ConnectionAbortedError
-
-    broken = Reply([hang_up], cut=True)._replace(headers={"content-length": "5"})
     failed = whole()._replace(status=500)
-    replies = [failed, broken, FREE, broken, failed, failed._replace(status=503)]
-    for number, (reply, errors) in enumerate(zip(replies, (1, 2, 0, 1, 2, 3), strict=True), start=1):
+    replies = [(failed, 1), (HUNG_UP, 2), (FREE, 0), (HUNG_UP, 1), (failed, 2), (failed._replace(status=503), 3)]
+    for number, (reply, errors) in enumerate(replies, start=1):
         bank.send(reply, "/errors/x", session)
         run = bank.find(session, total_step_count=number, consecutive_error_count=errors)
 
@@ -357,31 +278,22 @@ def test_failures_in_a_row_kill_and_a_release_frees(bank: Bank, session: str) ->
     assert bank.play("/errors/x", session, 4) == [200] * 4
 
 
-def test_a_person_kills_a_session(bank: Bank, session: str) -> None:
-    """Another session of the same team, and the same name in another team, are let through."""
+def test_a_person_kills_releases_and_has_go_on(bank: Bank, session: str) -> None:
+    """Another session of the same team, and the same name in another team, are let through; grants add to the limit."""
+    named = ("--session", f"header:x-session-id={session}", "--caller", "x-team=red")
     assert bank.play("/steps/x", session, 1) == [200]
 
-    bank.order("kill", "--session", f"header:x-session-id={session}", "--caller", "x-team=red", "--reason", "incident 7")
-
-    refused = [bank.send(FREE, "/steps/x", session) for _ in range(4)]
-    assert {(answer.status, read_refusal(answer)[0]) for answer in refused} == {(429, "killed")}
+    bank.order("kill", *named, "--reason", "incident 7")
+    assert {read_refusal(bank.send(FREE, "/steps/x", session))[0] for _ in range(4)} == {"killed"}
     assert bank.play("/steps/x", session, 2, "blue") == [200] * 2
     assert bank.play("/steps/x", f"{session}-2", 2) == [200] * 2
-    bank.order("release", "--session", f"header:x-session-id={session}", "--caller", "x-team=red")
+
+    bank.order("release", *named)
     assert bank.play("/steps/x", session, 4) == [200] * 3 + [429]
-
-
-def test_a_person_has_a_session_go_on(bank: Bank, session: str) -> None:
-    """Each grant is added to the limit; the count continues where it was."""
-    assert bank.play("/steps/x", session, 4) == [200] * 3 + [429]
-
-    bank.order("grant", "--session", f"header:x-session-id={session}", "--steps", "2")
-
-    answers = [bank.send(FREE, "/steps/x", session) for _ in range(3)]
-    assert [answer.status for answer in answers] == [200, 200, 429]
-    assert read_refusal(answers[2]) == ("max_steps", 5, 5)
-    bank.order("grant", "--session", f"header:x-session-id={session}", "--steps", "1")
-    assert bank.play("/steps/x", session, 2) == [200, 429]
+    for steps, limit in ((2, 5), (1, 6)):
+        bank.order("grant", *named[:2], "--steps", f"{steps}")
+        assert bank.play("/steps/x", session, steps) == [200] * steps
+        assert read_refusal(bank.send(FREE, "/steps/x", session)) == ("max_steps", limit, limit)
 
 
 def write_history(tool: str, calls: int, *, equal: bool = False, **more: object) -> bytes:
@@ -391,18 +303,14 @@ def write_history(tool: str, calls: int, *, equal: bool = False, **more: object)
     return json.dumps({**as_chat(done), "tools": tools, "nonce": next(_numbers), **more}).encode()
 
 
-def list_tools(body: bytes) -> list[str]:
-    """What a model is offered."""
-    return [tool["function"]["name"] for tool in json.loads(body)["tools"]]
-
-
 def test_the_fields_own_format_ends_calls_of_tools(bank: Bank, session: str) -> None:
     """A refund is offered until there was one; after fifty calls nothing else is; the third equal call is refused."""
     path = "/v1/chat/completions"
     for calls, offered in ((0, ["run", "issue_refund"]), (1, ["run"])):
         assert bank.send(FREE, path, session, body=write_history("issue_refund", calls)).status == 200
-        assert list_tools(bank.model.body) == offered
-        assert json.loads(bank.model.body).get("parallel_tool_calls") is (False if "issue_refund" in offered else None)
+        sent = json.loads(bank.model.body)
+        assert [tool["function"]["name"] for tool in sent["tools"]] == offered
+        assert sent.get("parallel_tool_calls") is (False if "issue_refund" in offered else None)
     assert read_refusal(bank.send(FREE, path, session, body=write_history("issue_refund", 2))) == ("max_calls_per_tool", 2, 1)
 
     assert bank.send(FREE, path, f"{session}-2", body=write_history("look", 50)).status == 200
@@ -431,21 +339,20 @@ def test_a_restart_loses_nothing(bank: Bank, session: str) -> None:
 def test_without_valkey_each_replica_counts_for_itself(bank: Bank, session: str) -> None:
     """Requests are let through, and sessions still end."""
     bank.valkey.kill()
-    eventually(
-        lambda: (
-            bank.play("/flood/x", f"probe-{next(_numbers)}", 2, f"probe-{next(_numbers)}")
-            and all("unavailable" in replica.get("/readyz")[1] for replica in bank.made.replicas)
-            and bank.made.envoy.stat("cluster.loopguard.membership_healthy") == len(bank.made.replicas)
-        )
-    )
 
-    statuses: list[int] = []
+    def probe() -> bool:
+        bank.play("/flood/x", f"probe-{next(_numbers)}", 2, f"probe-{next(_numbers)}")
+        return all("unavailable" in replica.get("/readyz")[1] for replica in bank.made.replicas)
 
-    def use_up_both() -> bool:
+    eventually(probe, "two that know it")
+    eventually(lambda: bank.made.envoy.stat("cluster.loopguard.membership_healthy") == 2)
+    statuses = bank.play("/steps/x", session, 3)
+
+    def is_over() -> bool:
         statuses.extend(bank.play("/steps/x", session, 1))
         return statuses.count(200) == 6  # three of each replica, whichever Envoy asks
 
-    eventually(use_up_both, "the steps of both replicas")
+    eventually(is_over, "the steps of both replicas")
 
     assert statuses[:3] == [200] * 3
     assert bank.play("/steps/x", session, 6) == [429] * 6

@@ -149,9 +149,7 @@ def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preambl
 def test_shadow_counts_apart_and_shows_in_the_access_log(shared: Stack, user: dict[str, str]) -> None:
     """Beside an enforcing policy a canary with a lower threshold reports from its own count, in metrics and metadata."""
     before = shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow")
-    statuses = [shared.send("/beside", headers=user).status for _ in range(3)]
-
-    assert statuses == [200, 200, 429]
+    assert shared.repeat("/beside", 3, headers=user) == [200, 200, 429]
     assert shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow") == before + 2
     assert shared.envoy.logged("/beside", status=200, loop_shadow_policy="canary")["loop_shadow_action"] == "reject"
 
@@ -159,7 +157,5 @@ def test_shadow_counts_apart_and_shows_in_the_access_log(shared: Stack, user: di
 def test_the_shadow_flag_shadows_everything() -> None:
     """With --shadow an enforcing bundle counts and reports but refuses nothing."""
     with stack(bundle(*ENFORCING), "--shadow") as made:
-        statuses = [made.send("/reject", headers={"x-user-id": "ann"}).status for _ in range(5)]
-
-        assert statuses == [200] * 5
+        assert made.repeat("/reject", 5, headers={"x-user-id": "ann"}) == [200] * 5
         assert made.loopguard.metric("loops_detected_total", policy="e-reject", mode="shadow", action="reject") == 3

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import h2.config
-import h2.connection
-import h2.events
 import pytest
 
 from extproc.request.hash_key import read_hash_key
 from extproc.request.notes import END, OPENING, Marks, cut_notes, hash_words
 from tests.support.documents import bundle, policy
-from tests.support.harness import PATIENCE, Loopguard, Seen, Stack, envoy_version, eventually, stack
+from tests.support.harness import Loopguard, Seen, Stack, envoy_version, eventually, stack
 from tests.support.looping import looping
 from tests.support.servers import server
+from tests.support.uploads import Upload, send
 
 KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 STEER: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, **KEYS}
@@ -31,7 +28,6 @@ POLICIES = bundle(
     policy("held", {"pathExact": "/both"}, action="throttle", threshold_identical_requests=2, **KEYS),
     policy("counted", {"pathExact": "/counted"}, action="steer", threshold_identical_requests=2, **KEYS),
 )
-SIZES = {"small": 0, "700 KB": 700_000}
 
 
 @pytest.fixture(scope="module")
@@ -72,24 +68,18 @@ def stuck(size: int = 0, times: int = 3) -> bytes:
     return looping(times, metadata={"padding": "x" * size})
 
 
-def pieces(data: bytes) -> Iterator[bytes]:
-    """A body as it is sent in chunks."""
-    for start in range(0, len(data), 50_000):
-        yield data[start : start + 50_000]
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("length", [False, True])
+@pytest.mark.parametrize("http2", [False, True])
+@pytest.mark.parametrize("size", [0, 700_000])
 def test_the_upstream_gets_the_note(
-    gate: Stack, user: dict[str, str], check_note: Callable[[Seen, bytes], None], size: int, chunked: bool
+    gate: Stack, user: dict[str, str], check_note: Callable[[Seen, bytes], None], size: int, http2: bool, length: bool
 ) -> None:
     """With a length or in chunks: the request arrives whole, with its new length; the client sees the warning."""
     sent = stuck(size)
 
-    answer = gate.send(PATH, method="POST", headers=user, body=pieces(sent) if chunked else sent)
+    answer = send(gate.envoy.port, Upload(PATH, sent, http2, length, trailers=False, headers=user))
 
-    assert answer.status == 200
-    assert answer.headers["x-fairvisor-warning"] == "loop_steer"
+    assert (answer.status, answer.headers["x-fairvisor-warning"]) == (200, "loop_steer")
     check_note(gate.upstream.seen[-1], sent)
 
 
@@ -98,50 +88,15 @@ def test_checksums_of_the_old_body_do_not_go_with_the_new_one(gate: Stack, user:
     sums = {"content-md5": "x", "digest": "sha-256=x", "content-digest": "sha-256=:x:", "repr-digest": "sha-256=:x:"}
 
     for sent, expected in ((stuck(), set()), (stuck(times=1), set(sums))):
-        gate.send(PATH, method="POST", headers={**user, **sums}, body=sent)
+        gate.post(PATH, sent, {**user, **sums})
         assert {name for name in sums if gate.upstream.seen[-1].header(name) is not None} == expected
-
-
-@pytest.mark.parametrize("length", [False, True])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_over_http2_as_well(
-    gate: Stack, user: dict[str, str], check_note: Callable[[Seen, bytes], None], size: int, length: bool
-) -> None:
-    """A request over HTTP/2, which need not say how long it is, arrives in the same way."""
-    sent = stuck(size)
-
-    status, warning = _send_http2(gate.envoy.port, user, sent, length=length)
-
-    assert (status, warning) == ("200", "loop_steer")
-    check_note(gate.upstream.seen[-1], sent)
-
-
-def _send_http2(port: int, user: dict[str, str], body: bytes, *, length: bool) -> tuple[str, str]:
-    """Status and warning of one request."""
-    connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
-    connection.initiate_connection()
-    headers = [(":method", "POST"), (":path", PATH), (":scheme", "http"), (":authority", "host"), *user.items()]
-    connection.send_headers(1, headers + ([("content-length", str(len(body)))] if length else []))
-    left = body
-    found: dict[str, str] = {}
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as peer:
-        while True:
-            while left and (room := min(connection.local_flow_control_window(1), connection.max_outbound_frame_size)) > 0:
-                connection.send_data(1, left[:room], end_stream=len(left) <= room)
-                left = left[room:]
-            peer.sendall(connection.data_to_send())
-            for event in connection.receive_data(peer.recv(65_536)):
-                if isinstance(event, h2.events.ResponseReceived):
-                    found = {str(name): str(value) for name, value in event.headers}
-                if isinstance(event, h2.events.StreamEnded):
-                    return found[":status"], found.get("x-fairvisor-warning", "")
 
 
 def test_access_log_and_metrics_say_what_was_done(gate: Stack, user: dict[str, str]) -> None:
     """They know the steering for what it is, and nothing of it is a refusal."""
     before = gate.loopguard.metric("requests_total", policy="counted", action="steer")
 
-    answers = [gate.send("/counted", method="POST", headers=user, body=stuck()) for _ in range(2)]
+    answers = [gate.post("/counted", stuck(), user) for _ in range(2)]
 
     assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, "loop_steer"]
     entry = gate.envoy.logged("/counted", loop_action="steer")
@@ -155,7 +110,7 @@ def test_a_held_request_gets_its_note_as_well(
     """After the hold, with the same headers."""
     sent = stuck()
 
-    answers = [gate.send("/both", method="POST", headers=user, body=sent) for _ in range(2)]
+    answers = [gate.post("/both", sent, user) for _ in range(2)]
 
     assert [answer.headers["x-fairvisor-warning"] for answer in answers] == ["loop_steer"] * 2
     check_note(gate.upstream.seen[-1], sent)
@@ -166,8 +121,8 @@ def test_what_cannot_be_steered_goes_on_as_it_is(gate: Stack, user: dict[str, st
     """A compressed body arrives to the byte as it was sent, with a warning."""
     sent = gzip.compress(stuck(), mtime=0)
 
-    for _ in range(2):
-        answer = gate.send("/counted", method="POST", headers={**user, "content-encoding": encoding}, body=sent)
+    gate.post("/counted", sent, {**user, "content-encoding": encoding})
+    answer = gate.post("/counted", sent, {**user, "content-encoding": encoding})
 
     assert (answer.status, answer.headers["x-fairvisor-warning"]) == (200, "loop_warn")
     assert gate.upstream.seen[-1].body == sent
@@ -180,7 +135,7 @@ def test_under_a_tolerant_filter_nothing_is_changed(user: dict[str, str]) -> Non
     """BUFFERED_PARTIAL does not guarantee the whole body: the request continues with a warning, and body_mode is counted."""
     sent = stuck()
     with stack(POLICIES, body_mode="tolerant") as made:
-        answer = made.send(PATH, method="POST", headers=user, body=sent)
+        answer = made.post(PATH, sent, user)
 
         assert answer.headers["x-fairvisor-warning"] == "loop_warn"
         assert made.upstream.seen[-1].body == sent
@@ -209,7 +164,7 @@ def test_gateway_and_sidecar_add_one_note(user: dict[str, str], key_file: Path, 
         stack(POLICIES, *flags) as sidecar,
         stack(POLICIES, *flags, upstream=f"127.0.0.1:{sidecar.envoy.port}") as gateway,
     ):
-        answer = gateway.send(PATH, method="POST", headers=user, body=sent)
+        answer = gateway.post(PATH, sent, user)
 
         assert answer.status == 200
         assert sidecar.upstream.seen[-1].body.count(OPENING.encode()) == 1
@@ -226,12 +181,12 @@ def test_replicas_and_those_that_come_after_them_know_the_notes(user: dict[str, 
     policies = bundle(policy("steer", {"pathExact": PATH}, **{**STEER, "escalate": {}}))
     with _sharing(how, key_file) as flags, stack(policies, *flags, replicas=2) as made:
 
-        def send(data: bytes) -> bytes:
-            assert made.send(PATH, method="POST", headers=user, body=data).status == 200
+        def pass_on(data: bytes) -> bytes:
+            assert made.post(PATH, data, user).status == 200
             return made.upstream.seen[-1].body
 
-        noted = send(stuck())
-        again = [send(noted) for _ in range(6)]
+        noted = pass_on(stuck())
+        again = [pass_on(noted) for _ in range(6)]
         each = [replica.metric("requests_total", policy="steer", action="steer") for replica in made.replicas]
         made.replicas[0].stop()
         fresh = Loopguard(made.folder, *flags, listen=made.replicas[0].address)
@@ -239,7 +194,7 @@ def test_replicas_and_those_that_come_after_them_know_the_notes(user: dict[str, 
             afterwards: list[bytes] = []
 
             def is_asked() -> bool:
-                afterwards.append(send(noted))
+                afterwards.append(pass_on(noted))
                 return fresh.metric("requests_total", policy="steer", action="steer") > 0
 
             eventually(is_asked, "a request to the new process")

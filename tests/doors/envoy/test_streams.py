@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import queue
 import random
 import threading
 from collections.abc import Iterator
-from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +19,7 @@ import websockets.sync.server
 from tests.support.documents import bundle, policy
 from tests.support.extent import deepen
 from tests.support.harness import PATIENCE, Stack, envoy_version, eventually, stack
+from tests.support.looping import looping
 from tests.support.streams import over_http2
 
 _ECHO = "/loopguard.test.Echo"
@@ -35,7 +35,7 @@ def _grpc_upstream() -> Iterator[str]:
                 return grpc.stream_stream_rpc_method_handler(lambda messages, _: messages)
             return grpc.unary_unary_rpc_method_handler(lambda message, _: message)
 
-    server = grpc.server(futures.ThreadPoolExecutor(4))
+    server = grpc.server(ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((Echo(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -43,15 +43,6 @@ def _grpc_upstream() -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(None)
-
-
-def _conversation(times: int, padding: int = 0) -> bytes:
-    """A chat in which a tool was called so often with the same argument and result."""
-    turn = [
-        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
-        {"role": "tool", "tool_call_id": "c", "content": "no such file"},
-    ]
-    return json.dumps({"padding": "x" * padding, "messages": [{"role": "user", "content": "go"}, *turn * times]}).encode()
 
 
 def _chunks(data: bytes, size: int = 10_000) -> Iterator[bytes]:
@@ -80,10 +71,11 @@ def test_streamed_bodies_are_looked_into(transport: str, observed: bool) -> None
             else config
         )
 
+    conversation = looping(3, padding="x" * 200_000)
     with stack(LOOKING, "--transport", transport, edit=streamed) as made:
         for path in ("/tail", "/calls", "/small"):
             for _ in range(4):
-                made.send(path, method="POST", body=_chunks(_conversation(3, padding=200_000)))
+                made.send(path, method="POST", body=_chunks(conversation))
 
         metric = made.loopguard.metric
         eventually(lambda: metric("requests_total") + metric("uncounted_total") == 12)
@@ -111,46 +103,41 @@ def over_grpc(request: pytest.FixtureRequest) -> Iterator[Stack]:
         yield made
 
 
-def _channel(made: Stack) -> grpc.Channel:
-    return grpc.insecure_channel(f"127.0.0.1:{made.envoy.port}")
+@pytest.fixture
+def channel(over_grpc: Stack) -> Iterator[grpc.Channel]:
+    """A client's connection to it."""
+    with grpc.insecure_channel(f"127.0.0.1:{over_grpc.envoy.port}") as opened:
+        yield opened
 
 
-def test_bidirectional_grpc_keeps_streaming(over_grpc: Stack) -> None:
+def test_bidirectional_grpc_keeps_streaming(channel: grpc.Channel) -> None:
     """Each message of an open stream is answered before the next is sent, on a guarded route."""
     outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    with _channel(over_grpc) as channel:
-        answers = channel.stream_stream(f"{_ECHO}/Stream")(iter(outgoing.get, None), timeout=PATIENCE)
-        echoed = []
-        for number in range(5):
-            outgoing.put(b"%d" % number)
-            echoed.append(next(answers))
-        outgoing.put(None)
-
-    assert echoed == [b"0", b"1", b"2", b"3", b"4"]
+    answers = channel.stream_stream(f"{_ECHO}/Stream")(iter(outgoing.get, None), timeout=PATIENCE)
+    for message in (b"0", b"1", b"2"):
+        outgoing.put(message)
+        assert next(answers) == message
+    outgoing.put(None)
 
 
-def test_unary_grpc_calls_are_never_refused_for_their_unknown_bodies(over_grpc: Stack) -> None:
+def test_unary_grpc_calls_are_never_refused_for_their_unknown_bodies(over_grpc: Stack, channel: grpc.Channel) -> None:
     """GRPC calls whose messages Loopguard does not see never count as equal, and are reported as uncounted."""
-    with _channel(over_grpc) as channel:
-        call = channel.unary_unary(f"{_ECHO}/Unary")
-        echoed = [call(b"%d" % number, timeout=PATIENCE) for number in range(5)]
+    call = channel.unary_unary(f"{_ECHO}/Unary")
 
-    assert echoed == [b"0", b"1", b"2", b"3", b"4"]
+    assert [call(b"%d" % number, timeout=PATIENCE) for number in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
     assert over_grpc.loopguard.metric("uncounted_total", policy="unary", reason="grpc") >= 5
 
 
-def test_a_grpc_loop_is_refused_as_grpc(over_grpc: Stack) -> None:
+def test_a_grpc_loop_is_refused_as_grpc(channel: grpc.Channel) -> None:
     """A policy that ignores bodies refuses with RESOURCE_EXHAUSTED, and our headers arrive as trailing metadata."""
-    with _channel(over_grpc) as channel:
-        call = channel.unary_unary(f"{_ECHO}/Ignored")
-        for _ in range(2):
-            call(b"x", timeout=PATIENCE)
-        with pytest.raises(grpc.RpcError) as refusal:
-            call(b"x", timeout=PATIENCE)
+    call = channel.unary_unary(f"{_ECHO}/Ignored")
+    for _ in range(2):
+        call(b"x", timeout=PATIENCE)
+    with pytest.raises(grpc.RpcError) as refusal:
+        call(b"x", timeout=PATIENCE)
 
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    metadata = dict(refusal.value.trailing_metadata())
-    assert metadata["x-loopguard-policy"] == "ignoring"
+    assert dict(refusal.value.trailing_metadata())["x-loopguard-policy"] == "ignoring"
 
 
 @pytest.mark.parametrize("body_mode", ["strict", _TOLERANT])
@@ -176,34 +163,24 @@ def test_websockets_keep_streaming(body_mode: str) -> None:
         server.shutdown()
 
 
-def test_http2_clients_reach_an_upstream_of_http1(shared: Stack, user: dict[str, str]) -> None:
-    """What the client speaks is no reason to speak it to the upstream; requests over HTTP/2 are counted like others."""
-    answers = [over_http2(shared, "/reject/h2", user) for _ in range(3)]
+@pytest.mark.parametrize(("path", "trailers"), [("/reject/h2", False), ("/reject", True), ("/beside", True)])
+def test_http2_requests_are_counted_like_others(shared: Stack, user: dict[str, str], path: str, trailers: bool) -> None:
+    """Whatever the upstream speaks, and also with trailers and no body, where it does not end with its headers."""
+    answers = [over_http2(shared, path, user, trailers=trailers) for _ in range(3)]
 
     assert [status for status, _ in answers] == ["200", "200", "429"]
     assert json.loads(answers[0][1])["number"]
 
 
-@pytest.mark.parametrize("path", ["/reject", "/beside"])
-def test_a_request_with_trailers_and_no_body_is_counted(shared: Stack, user: dict[str, str], path: str) -> None:
-    """Over HTTP/2 it does not end with its headers, and no body follows."""
-    answers = [over_http2(shared, path, user, trailers=True) for _ in range(3)]
-
-    assert [status for status, _ in answers] == ["200", "200", "429"]
-
-
 def test_the_stream_is_over_once_decided(shared: Stack, user: dict[str, str]) -> None:
     """While the upstream still works on a request, Loopguard's stream for it has long ended."""
-    made = shared
-    connection = made.connect()
-    before = len(made.upstream.seen)
-    body = b'{"stream": true}'
-    head = f"POST /reject/hang HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    eventually(lambda: len(made.upstream.seen) > before, "the request at the upstream")
+    before = len(shared.upstream.seen)
+    head = f"POST /reject/hang HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\ncontent-length: 2\r\n\r\n{{}}"
+    with shared.connect() as connection:
+        connection.sendall(head.encode())
+        eventually(lambda: len(shared.upstream.seen) > before, "the request at the upstream")
 
-    eventually(lambda: made.loopguard.metric("streams_in_flight") == 0, "the end of the stream")
-    connection.close()
+        eventually(lambda: shared.loopguard.metric("streams_in_flight") == 0, "the end of the stream")
 
 
 def _send_raw(made: Stack, request: bytes) -> bytes:
@@ -229,7 +206,7 @@ def test_where_envoy_retries_bodies_arrive_as_they_were_sent(path: str) -> None:
     with stack(document, body_mode="tolerant", buffer_limit=10_485_760, edit=retried) as made:
         for number in range(20):  # of new connections, on which the upstream takes its time
             body = random.Random(number).randbytes(11_000_000)
-            assert made.send(f"{path}?{number}", method="POST", body=body).status == 200
+            assert made.post(f"{path}?{number}", body).status == 200
             assert hash(made.upstream.seen[-1].body) == hash(body)  # which are too long to be shown
 
 
@@ -242,11 +219,8 @@ def test_without_a_body_phase_nothing_is_taken_for_equal() -> None:
 
     document = bundle(policy("p", {"pathPrefix": "/"}), policy("i", {"pathExact": "/i"}, body="ignore"))
     with stack(document, edit=no_bodies) as made:
-        statuses = [made.send("/", method="POST", body=b"%d" % number).status for number in range(5)]
-        ignoring = [made.send("/i", method="POST", body=b"%d" % number).status for number in range(3)]
-
-        assert statuses == [200] * 5
-        assert ignoring == [200, 200, 429]
+        assert [made.post("/", b"%d" % number).status for number in range(5)] == [200] * 5
+        assert [made.post("/i", b"%d" % number).status for number in range(3)] == [200, 200, 429]
         assert made.loopguard.metric("uncounted_total", policy="p", reason="no_body_phase") == 8
 
 
@@ -271,11 +245,6 @@ def test_hostile_requests_are_answered_and_counted(shared: Stack, request_: byte
     assert shared.loopguard.metric("fail_open_total") == 0
 
 
-def _send_headers_of(made: Stack, size: int) -> bytes:
-    filler = b"".join(b"x-fill-%d: %s\r\n" % (number, b"y" * 50_000) for number in range(size // 50_000))
-    return _send_raw(made, b"GET /big HTTP/1.1\r\nhost: h\r\n" + filler + b"\r\n")
-
-
 def test_megabytes_of_headers_reach_the_service_whole() -> None:
     """Where Envoy allows 8 MB of headers, its largest message is read, counted and answered."""
 
@@ -283,7 +252,8 @@ def test_megabytes_of_headers_reach_the_service_whole() -> None:
         return config.replace("stat_prefix: ", "max_request_headers_kb: 8192\n          stat_prefix: ", 1)
 
     with stack(bundle(policy("p", {"pathPrefix": "/"}, mode="shadow")), edit=generous, failure_mode="deny") as made:
-        lines = [_send_headers_of(made, 4_500_000) for _ in range(3)]
+        filler = b"".join(b"x-fill-%d: %s\r\n" % (number, b"y" * 50_000) for number in range(90))
+        lines = [_send_raw(made, b"GET /big HTTP/1.1\r\nhost: h\r\n" + filler + b"\r\n") for _ in range(3)]
 
         assert made.loopguard.metric("requests_total", policy="p") == 3
         assert made.loopguard.metric("loops_detected_total", policy="p") == 1
@@ -293,22 +263,7 @@ def test_megabytes_of_headers_reach_the_service_whole() -> None:
 
 def test_many_requests_at_once_count_exactly_once_each(shared: Stack, user: dict[str, str]) -> None:
     """Two hundred identical requests over twenty connections: exactly two are let through."""
+    with ThreadPoolExecutor(20) as pool:
+        statuses = list(pool.map(lambda _: shared.send("/reject/race", headers=user).status, range(200)))
 
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[bytes]:
-        lines = []
-        for _ in range(10):
-            writer.write(f"GET /reject/race HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\n\r\n".encode())
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-            await reader.readexactly(int(length.partition(b":")[2]))
-            lines.append(head.split(b" ")[1])
-        writer.close()
-        return lines
-
-    async def all_clients() -> list[bytes]:
-        pairs = [await asyncio.open_connection("127.0.0.1", shared.envoy.port) for _ in range(20)]
-        return [status for lines in await asyncio.gather(*(client(*pair) for pair in pairs)) for status in lines]
-
-    statuses = asyncio.run(all_clients())
-
-    assert sorted(statuses) == [b"200"] * 2 + [b"429"] * 198
+    assert sorted(statuses) == [200] * 2 + [429] * 198

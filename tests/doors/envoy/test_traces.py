@@ -15,6 +15,7 @@ import yaml
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from extproc.cli.main import main
+from tests.support import ROOT
 from tests.support.documents import policy
 from tests.support.envoy_config import DOCUMENTS
 from tests.support.harness import eventually, stack
@@ -66,20 +67,14 @@ def collect() -> Iterator[tuple[Collector, str]]:
 
 def test_a_trace_shows_the_loop() -> None:
     """The span of a request has action, policy, count, cause and session of its loop; an innocent one has none of them."""
-    loops = policy(
-        "agents", {"pathPrefix": "/v1"}, limit_keys=["header:x-user"], similarity="turns", threshold_identical_requests=3
-    )
-    loops["spec"]["session"] = {"keys": ["header:x-session"]}
-    loops["spec"]["session_limits"] = {"max_steps": 100}
-    watched = policy(
-        "watched", {"pathPrefix": "/w"}, limit_keys=["header:x-user"], mode="shadow", threshold_identical_requests=2
-    )
-    stuck = json.loads((Path(__file__).parents[2] / "support" / "bodies" / "chat_stuck.json").read_text())
+    keys: dict[str, Any] = {"limit_keys": ["header:x-user"]}
+    session: dict[str, Any] = {"session": {"keys": ["header:x-session"]}, "session_limits": {"max_steps": 100}}
+    loops = policy("agents", {"pathPrefix": "/v1"}, similarity="turns", **session, **keys)
+    watched = policy("watched", {"pathPrefix": "/w"}, mode="shadow", threshold_identical_requests=2, **keys)
+    stuck = (ROOT / "tests" / "support" / "bodies" / "chat_stuck.json").read_bytes()
     with collect() as (collector, address), stack([loops, watched], otlp=address) as made:
-        headers = {"x-user": "ann", "x-session": "s1", "content-type": "application/json"}
-        refused = made.send("/v1/chat/completions", method="POST", body=json.dumps(stuck).encode(), headers=headers)
-        for _ in range(2):
-            made.send("/w/x", headers={"x-user": "ann"})
+        refused = made.post("/v1/chat/completions", stuck, {"x-user": "ann", "x-session": "s1"})
+        made.repeat("/w/x", 2, headers={"x-user": "ann"})
         eventually(lambda: len(collector.find("/w/x")) == 2 and collector.find("/v1/chat/completions"), "the spans")
         log = made.loopguard.output()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from tests.support.budget_policies import bucket
+from tests.support.chart.istio import http_manager
 from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import Stack, eventually, stack
 
@@ -26,7 +28,7 @@ def add_refusals(config: str) -> str:
     """The same configuration with a Lua filter and RBAC behind Loopguard, and a route to a cluster without hosts."""
     document = read_yaml(config)
     document["static_resources"]["clusters"].append({"name": "empty", "type": "STATIC"})
-    manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager = http_manager(document)
     denied = {"permissions": [{"any": True}], "principals": [{"header": {"name": "x-deny", "present_match": True}}]}
     filters: list[dict[str, Any]] = [
         {"name": "lua", "typed_config": {"@type": f"{_TYPE}.lua.v3.Lua", "default_source_code": {"inline_string": _LUA}}},
@@ -44,29 +46,26 @@ def add_refusals(config: str) -> str:
     return json.dumps(document)
 
 
+KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+PAID = policy("paid", {"pathPrefix": "/c"}, count_failed=False, **KEYS)
+PAID["spec"]["rules"] = [bucket(per_second=0.001, burst=5) | KEYS]
+TAKEN_BACK = policy("taken-back", {"pathPrefix": "/a"}, count_failed=False, **KEYS)
+
+
 @pytest.fixture(scope="module")
-def made() -> Any:  # noqa: ANN401  # a generator
+def made() -> Iterator[Stack]:
     """A stack with other filters behind Loopguard."""
-    key: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
-    document = bundle(
-        policy("taken-back", {"pathPrefix": "/a"}, count_failed=False, **key), policy("kept", {"pathPrefix": "/b"}, **key)
-    )
-    paid = policy("paid", {"pathPrefix": "/c"}, count_failed=False, **key)
-    paid["spec"]["rules"] = [bucket(per_second=0.001, burst=5) | key]
-    document["policies"].append(paid)
-    with stack(document, edit=add_refusals) as running:
+    with stack(bundle(TAKEN_BACK, policy("kept", {"pathPrefix": "/b"}, **KEYS), PAID), edit=add_refusals) as running:
         yield running
 
 
-def repeat(made: Stack, path: str, headers: dict[str, str], times: int) -> list[int]:
-    """Statuses of equal requests, each sent once the entry of the one before it has come."""
+def send(made: Stack, path: str, headers: dict[str, str], bodies: Sequence[bytes], *, first: int = 1) -> list[int]:
+    """Statuses of requests, each sent once the entry of the one before it has come; before the first one, none does."""
     taken = made.loopguard.metric("access_log_entries_total", result="taken")
     statuses = []
-    for number in range(1, times + 1):
-        statuses.append(made.send(path, method="POST", body=b"x", headers=headers).status)
-        if path == "/a" and number > 1:  # the first of a window stays
-            expected = taken + number - 1
-            eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") >= expected)  # noqa: B023
+    for number, body in enumerate(bodies, start=1 - first):
+        statuses.append(made.post(path, body, headers).status)
+        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") >= taken + number)  # noqa: B023
     return statuses
 
 
@@ -75,8 +74,8 @@ def test_what_another_filter_refuses_is_no_loop(made: Stack, status: str) -> Non
     """It never reached the upstream; once it does, the same requests are a loop, and Loopguard's refusals keep counting."""
     user = {"x-user-id": f"user-{status}"}
 
-    refused = repeat(made, "/a", {**user, **REFUSALS[status]}, 8)
-    passed = [made.send("/a", method="POST", body=b"x", headers=user).status for _ in range(5)]
+    refused = send(made, "/a", {**user, **REFUSALS[status]}, [b"x"] * 8)  # the first of a window stays
+    passed = made.repeat("/a", 5, body=b"x", headers=user)
 
     assert refused == [int(status)] * 8
     assert passed[-3:] == [429] * 3
@@ -86,16 +85,10 @@ def test_what_another_filter_refuses_is_no_loop(made: Stack, status: str) -> Non
 @pytest.mark.parametrize("status", ["401", "403", "429"])
 def test_what_another_filter_refuses_costs_nothing(made: Stack, status: str) -> None:
     """Twelve requests of five are refused elsewhere; each is given back when Envoy has logged it, and five more pass."""
-    user, taken = {"x-user-id": f"payer-{status}"}, made.loopguard.metric("access_log_entries_total", result="taken")
+    user, bodies = {"x-user-id": f"payer-{status}"}, [b"%d" % number for number in range(12)]
 
-    def send(text: str, **more: str) -> int:
-        return made.send("/c", method="POST", body=text.encode(), headers={**user, **more}).status
-
-    refused = []
-    for number in range(12):
-        refused.append(send(f"refused {number}", **REFUSALS[status]))
-        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") > taken + number)  # noqa: B023
-    passed = [send(f"passed {number}") for number in range(6)]
+    refused = send(made, "/c", {**user, **REFUSALS[status]}, bodies, first=0)
+    passed = [made.post("/c", b"passed %b" % body, user).status for body in bodies[:6]]
 
     assert refused == [int(status)] * 12
     assert passed == [200] * 5 + [429]
@@ -103,6 +96,4 @@ def test_what_another_filter_refuses_costs_nothing(made: Stack, status: str) -> 
 
 def test_other_policies_count_what_was_refused(made: Stack) -> None:
     """Without `count_failed: false`, a third request is refused by Loopguard."""
-    found = repeat(made, "/b", {"x-user-id": "other", "x-answer": "401"}, 4)
-
-    assert found == [401, 401, 429, 429]
+    assert made.repeat("/b", 4, body=b"x", headers={"x-user-id": "other", "x-answer": "401"}) == [401, 401, 429, 429]

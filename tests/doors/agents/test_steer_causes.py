@@ -134,8 +134,8 @@ TRAPS: dict[str, Trap] = {
 }
 
 
-def play(gate: Gate, user: str, trap: Trap, path: str) -> tuple[int, list[str], str]:
-    """Run an agent: the last status, the results of its calls, and its last words."""
+def run_agent(gate: Gate, user: str, trap: Trap, path: str) -> tuple[int, list[str], str]:
+    """The last status, the results of all calls, and the last words."""
 
     def answer(number: int) -> Answer:
         found = re.search(trap.named, find_note(gate.model.bodies[user]))
@@ -145,22 +145,20 @@ def play(gate: Gate, user: str, trap: Trap, path: str) -> tuple[int, list[str], 
         return [trap.stuck[number % len(trap.stuck)]]
 
     gate.model.scripts[user] = answer
-    functions = [{"name": name, "parameters": schema} for name, schema in trap.tools.items()]
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in trap.tools.items()]
     messages: list[Any] = [{"role": "user", "content": "Find it."}]
-    body = {"messages": messages, "tools": [{"type": "function", "function": function} for function in functions]}
     results: list[str] = []
     called: list[str] = []
-    while True:
-        reply = gate.stack.send(path, method="POST", body=json.dumps(body).encode(), headers={USER: user})
-        message = json.loads(reply.body)["choices"][0]["message"] if reply.status == 200 else {}
-        messages.append(message)
+    while (reply := gate.stack.post(path, {"messages": messages, "tools": tools}, {USER: user})).status == 200:
+        messages.append(message := reply.json()["choices"][0]["message"])
         if not message.get("tool_calls"):
-            return reply.status, results, message.get("content") or ""
+            return 200, results, message["content"]
         for call in message["tool_calls"]:
             name = call["function"]["name"]
             results.append(trap.run(name, json.loads(call["function"]["arguments"]), called))
             called.append(name)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": results[-1]})
+    return reply.status, results, ""
 
 
 @pytest.mark.parametrize("name", TRAPS)
@@ -168,17 +166,15 @@ def test_a_note_that_names_the_cause_leads_out_of_the_loop(gate: Gate, name: str
     """The model does what the first note says; after that its tool answers, and it finishes."""
     trap = TRAPS[name]
 
-    status, results, said = play(gate, user[USER], trap, PATH)
+    status, results, said = run_agent(gate, user[USER], trap, PATH)
 
     assert (status, said) == (200, DONE)
     assert results[-1].startswith("3 rows")
-    rounds = 3 * len(trap.stuck)
-    assert gate.model.asked[user[USER]] == rounds + (1 if name in {"same answer", "cycle"} else 2)
+    assert gate.model.asked[user[USER]] == 3 * len(trap.stuck) + (1 if name in {"same answer", "cycle"} else 2)
 
 
 def test_a_note_that_does_not_name_it_does_not(gate: Gate, user: dict[str, str]) -> None:
     """An operator's own note without the cause: the same model goes on until it is refused."""
-    status, results, _ = play(gate, user[USER], TRAPS["missing argument"], MUTE + PATH)
+    status, results, _ = run_agent(gate, user[USER], TRAPS["missing argument"], MUTE + PATH)
 
-    assert status == 429
-    assert results == ["Error: invalid arguments"] * 7
+    assert (status, results) == (429, ["Error: invalid arguments"] * 7)
