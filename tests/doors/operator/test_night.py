@@ -8,7 +8,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,12 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from extproc.operator.overrides import parse_order, write_override
-from extproc.operator.table import MAX_ROWS
-from extproc.store.rules.documents import MAX_ORDERS, ORDERS
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
-from tests.support.pages import Outline, list_loops
+from tests.support.pages import list_loops
 from tests.support.receivers import CA, Receiver, receiving
-from tests.support.servers import Driver, Server, server
+from tests.support.servers import Server, server
+from tests.support.turn_writers import Did, as_chat
 
 TOKEN = "correct-horse-battery-staple"
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
@@ -36,10 +33,6 @@ POLICIES = bundle(
 CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}]}
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
-
-
-TENANTS = 1_200
-"""More than a table holds."""
 
 
 @dataclass
@@ -217,69 +210,21 @@ def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
     eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
 
 
-@pytest.mark.deep
-def test_a_thousand_tenants_at_once_hide_no_agent(night: Night) -> None:
-    """The list stays bounded, an agent that keeps looping stays visible, and a script in a name is shown as text."""
-
-    def loop(number: int) -> list[int]:
-        hidden = night.send("/v1/chat/completions", "in-the-crowd", 1, STUCK) if number % 100 == 0 else []
-        assert hidden in ([], [429])
-        return night.send("/poll/<script>alert(1)</script>", f"<img/src=x/onerror=alert({number})>", 2)
-
-    with ThreadPoolExecutor(4) as pool:
-        statuses = list(pool.map(loop, range(TENANTS)))
-
-    assert statuses == [[200, 429]] * TENANTS
-    eventually(lambda: all("in-the-crowd" in loops for loops in night.read_loops()), "the agent on both replicas")
-    eventually(lambda: night.count_loops() == [MAX_ROWS] * 2, "as many as there is room for on both replicas")
-    for replica in night.made.replicas:
-        seen = Outline(replica.get("/?sort=first")[1])
-        assert (seen.elements.count("script"), "img" in seen.elements, seen.handlers) == (1, False, [])
-
-
-@pytest.mark.deep
-def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten thousand orders apply on both replicas; one more is refused with what to do, and the others keep applying."""
-    allowed = parse_order({"kind": "allow", "tool": "search_the_web"}, "a script", time.time(), [])
-    with Driver(f"redis://{night.valkey.address}") as driver:
-
-        async def fill() -> None:
-            standing = await driver.store.documents.read(ORDERS, "overrides")
-            assert standing is not None
-            for number in range(MAX_ORDERS - len(standing.documents)):
-                await driver.store.documents.put(ORDERS, "overrides", f"order-{number}", write_override(allowed), 600)
-
-        driver.run(fill())
-    eventually(lambda: night.count_orders() == [MAX_ORDERS] * 2, "all of them")
-
-    assert main(["block", "--caller", "x-user-id=one-more", *night.asked]) == 1
-    full = f"answered 409: there are {MAX_ORDERS} overrides already; revoke some, or wait until they end"
-    assert full in capsys.readouterr().err
-    assert night.send("/v1/chat/completions", "let-go", 4, STUCK) == [200] * 4
-    night.valkey.client().flushall()
-    eventually(lambda: night.count_orders() == [0, 0], "the end of all orders on both replicas")
-    assert night.send("/v1/chat/completions", "let-go", 1, STUCK) == [429]
-
-
 def test_other_programs_are_told(tmp_path: Path) -> None:
-    """A loop, an override, a policy that begins to act, and a store that goes and comes back are events, each once."""
+    """A loop, a policy that begins to act, and a store that goes and comes back are events, each once."""
     file = tmp_path / "events.jsonl"
     looked = policy("p", {"pathPrefix": "/"}, mode="shadow", **USER)
     with server() as valkey, stack(bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)) as made:
-
-        def wait_for(kind: str) -> dict[str, Any]:
-            return eventually(lambda: _find_event(file, kind), f"an event {kind}")
-
         for _ in range(4):
             made.send("/", headers={"x-user-id": "ann"})
-        began = wait_for("loop.began")
+        began = find_event(file, "loop.began")
         made.write_policies(bundle({**looked, "spec": {**looked["spec"], "mode": "enforce"}}))
-        promoted = wait_for("policy.promoted")
+        promoted = find_event(file, "policy.promoted")
         valkey.kill()
         made.send("/", headers={"x-user-id": "bob"})
-        wait_for("store.lost")
+        find_event(file, "store.lost")
         valkey.start()
-        wait_for("store.back")
+        find_event(file, "store.back")
 
     kinds = [json.loads(line)["type"] for line in file.read_text().splitlines()]
     assert (began["data"]["mode"], began["data"]["requests"]) == ("shadow", {"reject": 2})
@@ -287,10 +232,43 @@ def test_other_programs_are_told(tmp_path: Path) -> None:
     assert len(kinds) == len(set(kinds))
 
 
-def _find_event(file: Path, kind: str) -> dict[str, Any] | None:
-    """The first event of a type in a file."""
-    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return next((event for event in events if event["type"] == f"io.loopguard.{kind}.v1"), None)
+def find_event(file: Path, kind: str) -> dict[str, Any]:
+    """Wait for the first event of a type in a file."""
+
+    def probe() -> dict[str, Any] | None:
+        events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return next((event for event in events if event["type"] == f"io.loopguard.{kind}.v1"), None)
+
+    return eventually(probe, f"an event {kind}")
+
+
+def test_agents_wait_while_their_tool_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the fifth session on they go on with a note; page, `/loops`, `top` and events have one incident, and no content."""
+    steer: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, **USER}
+    path, file = "/v1/chat/completions", tmp_path / "events.jsonl"
+    with stack(bundle(policy("agents", {"pathExact": path}, **steer)), "--events", str(file)) as made:
+
+        def send(caller: str, task: str) -> int:
+            error = "error: disk quota of tenant 4711 exceeded"
+            turns = [Did((("crm.find", {"q": task}),), (error,), "", f"{task}: try {number}", number) for number in range(1, 7)]
+            content = json.dumps(as_chat(turns)).encode()
+            return made.send(path, method="POST", body=content, headers={"x-user-id": caller}).status
+
+        assert [send(caller, task) for task in ("invoice", "lead") for caller in ("ann", "bob", "cid")] == [429] * 4 + [200] * 2
+        (*_, seen) = made.upstream.seen
+        assert b"Tool failing: " in seen.body
+        assert b"Wait before you try it again." in seen.body
+        report = made.loopguard.ask("/loops")
+        (row,) = report["incidents"]
+        assert (row["tool"], row["callers"], row["sessions"], row["not_refused"]) == ("crm.find", 3, 6, 2)
+        for shown in (made.loopguard.get("/")[1], json.dumps(report)):
+            assert ("crm.find" in shown, "4711" in shown) == (True, False)
+        assert main(["top", "--once", "--admin", made.loopguard.admin_url]) == 0
+        assert re.search("^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE)
+        event = find_event(file, "tool.failing")
+
+    assert (event["subject"], event["data"]["gen_ai.tool.name"]) == ("agents", "crm.find")
+    assert event["data"]["sessions"] >= 5
 
 
 def test_without_the_store_what_is_known_holds(night: Night, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -39,21 +38,3 @@ def test_envoy_shows_the_path_that_a_switch_names(running: Stack) -> None:
     """A switch's own path is guarded in the printed configuration, whatever the policies guard."""
     assert running.send("/alone", headers={"x-user-id": "half"}).status == 429
     assert running.send("/guarded/alone", headers={"x-user-id": "half"}).status == 200
-
-
-def test_a_switch_and_its_override_come_and_go_while_the_server_runs() -> None:
-    """A reload activates a switch; the override, which spares all callers, ends without a reload, and that is logged."""
-    with stack(bundle(GUARDED)) as made:
-
-        def ask() -> int:
-            return made.send("/guarded", headers={"x-user-id": "bad"}).status
-
-        assert ask() == 200
-        ends = (datetime.now(UTC) + timedelta(seconds=4)).isoformat()
-        override = {"enabled": True, "reason": "drill", "expires_at": ends}
-        made.write_policies(bundle(GUARDED, kill_switches=[switch()], kill_switch_override=override))
-        made.loopguard.wait_for("policies reloaded")
-
-        assert ask() == 200
-        made.loopguard.wait_for("kill_switch_override expired, its kill switches act again")
-        assert ask() == 429

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from itertools import count as count_up
 from typing import Any
 
 import pytest
@@ -102,6 +103,14 @@ def test_all_that_is_named_must_hold(target: dict[str, Any], holds: bool) -> Non
 def test_an_override_ends_by_itself() -> None:
     """It does not hold after its end, without having been removed."""
     assert send(apply_orders(make_service(GUARDED), order(BLOCK, lasts=-1))) == [200]
+
+
+def test_the_number_of_overrides_does_not_matter() -> None:
+    """Of ten thousand the one about the caller holds."""
+    users = [Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"u{number}")),)) for number in range(10_000)]
+    service = apply_orders(make_service(GUARDED), *[order(BLOCK, target) for target in users])
+
+    assert (send(service, x_user_id="u7"), send(service)) == ([429], [200])
 
 
 # Allow
@@ -312,6 +321,35 @@ def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
     assert send_steps(both.services[0], range(5)) == ["", "", "", "max_steps", "max_steps"]
     both.give(kind="kill", caller=TARGET["caller"])
     assert send_steps(both.services[0], [7], "other") == ["killed"]
+
+
+LOOP: dict[str, Any] = {"enabled": True, "similarity": "turns", "threshold_identical_requests": 3, "action": "reject"}
+GUARDS: dict[str, dict[str, Any]] = {
+    "loops": {"loop_detection": LOOP},
+    "exact": {"loop_detection": LOOP | {"similarity": "exact", "window_seconds": 60}},
+    "limits": {"session_limits": {"max_steps": 1_000}},
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
+@pytest.mark.parametrize("kind", ["kill", "block"])
+def test_an_order_about_a_root_ends_its_tree_everywhere(kind: str, guard: dict[str, Any]) -> None:
+    """Known agents and new ones, on all replicas; other sessions go on, and a release undoes a kill."""
+    both = operate(2, {"id": "p", "spec": {"selector": ANY, "limit_keys": ["header:x-team"], **guard}})
+    key, tasks = "header:x-claude-code-session-id", count_up()
+
+    def ask_everywhere(root: str) -> set[int]:
+        agents = [{"x_claude_code_agent_id": agent} for agent in ("a", "b", f"new {next(tasks)}")]
+        asked = [(service, {"x_claude_code_session_id": root, **names}) for service in both.services for names in ({}, *agents)]
+        return {status(ask_in_session(service, turns(0, number=next(tasks)), "", **names)) for service, names in asked}
+
+    assert ask_everywhere("root") == {200}
+    assert both.give(kind=kind, session={key: "root"})[1] == []
+    both.refresh()
+    assert (ask_everywhere("root"), ask_everywhere("other")) == ({429}, {200})
+    both.give(1, kind="release", session={key: "root"})
+    both.refresh()
+    assert ask_everywhere("root") == ({200} if kind == "kill" else {429})
 
 
 def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:
