@@ -47,8 +47,8 @@ IMPORTED = {
         atif files formats limits lines page report trajectories transcripts watch work
     """,
     "detectors": """
-        actions alike arguments base canonical causes chain complaints failures keys loops nesting own_answers results
-        schemas scratchpad similar_turns tail tool_calls tools turn turns
+        actions alike arguments base canonical causes chain failures keys loops own_answers results schemas
+        similar_turns tail tool_calls tools turn turns
     """,
     "engine": """
         candidates engine evaluation handover orders plan ramp recording settlements
@@ -110,7 +110,6 @@ READERS = {
     "tests/project/test_helm_refusals.py": 1,
     "tests/support/operated.py": 1,
     "tests/support/promql.py": 4,
-    "tests/unit/apis/test_known.py": 7,
     "tests/unit/budgets/test_budget_guard.py": 1,
     "tests/unit/cli/scan/test_watch.py": 2,
     "tests/unit/cli/test_completion.py": 3,
@@ -119,7 +118,6 @@ READERS = {
     "tests/unit/detectors/test_failures.py": 25,
     "tests/unit/detectors/test_moving_numbers.py": 5,
     "tests/unit/detectors/test_results.py": 6,
-    "tests/unit/detectors/test_turns_memory.py": 13,
     "tests/unit/engine/test_engine.py": 1,
     "tests/unit/engine/test_handover.py": 1,
     "tests/unit/engine/test_isolation.py": 1,
