@@ -66,6 +66,11 @@ class Memo(Generic[Key, Value]):
         self._young[key] = value
         self._young_size += size
 
+    def clear(self) -> None:
+        """Forget all answers."""
+        self._young, self._old = {}, {}
+        self._young_size = self._old_size = 0
+
 
 class _LRUEntry(Generic[Value]):
     __slots__ = ("used", "value")

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from extproc.decision import Repeat
-from extproc.detectors import make_similarity
-from extproc.detectors.complaints import complains
-from extproc.detectors.loops import CYCLE, ERROR, REPEAT
-from extproc.detectors.nesting import count_nested
-from extproc.detectors.scratchpad import find_steps
-from extproc.detectors.turns import NESTED_PROMPT, Turns
-from extproc.engine.plan import Detector
-from extproc.policy.bundle import LoopDetection
-from extproc.request.document import Document, NotCounted
-from extproc.store.rules.windows import UNCOUNTED
+from tests.support.told import Told, find_reason, find_strength, tell
 
 FORMAT = """Answer the following questions as best you can. You have access to these tools: search, calculator
 
@@ -72,26 +62,17 @@ def chat(text: str, *before: str) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *said, {"role": "user", "content": text}]}
 
 
-def make_detector(**keys: Any) -> Detector:  # noqa: ANN401  # of loop_detection
-    """A detector whose actions show what it sees."""
-    loop = LoopDetection.model_validate(
-        {"enabled": True, "similarity": "turns", "action": "steer", "escalate": {"reject": 7}, "weak_threshold": 14} | keys
-    )
-    return Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")
+LADDER: dict[str, Any] = {"action": "steer", "escalate": {"reject": 7}, "weak_threshold": 14}
 
 
-def look(body: dict[str, Any], **keys: Any) -> tuple[Repeat | None, str]:  # noqa: ANN401  # of loop_detection
-    """What is found in a request, and what is done about it; the same of a request that has a caller."""
-    detector = make_detector(**keys)
-    document = Document(json.dumps(body).encode())
-    _, found = detector.similarity.compare(document)
-    assert isinstance(detector.similarity, Turns)
-    _, again, _ = detector.similarity.compare_in_session(document, named=False)
-    assert again == found
-    outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, found)
-    if found is not None:
-        assert found.rule in detector.similarity.describe(found)
-    return found, outcome.action.value
+def look(body: dict[str, Any], **keys: Any) -> Told:  # noqa: ANN401  # of loop_detection
+    """What is made of a request."""
+    return tell(body, **LADDER | keys)
+
+
+def act(text: str, **keys: Any) -> str:  # noqa: ANN401  # of loop_detection
+    """What is done about a chat whose user says this."""
+    return look(chat(text), **keys).action
 
 
 SAME = [("search", "lamps", "nothing found")]
@@ -99,29 +80,26 @@ FAILING = [("search", "lamps", "error: permission denied")]
 OTHER = [("search", f"lamps no. {n}", f"found: {n}") for n in range(6)]
 
 
-@pytest.mark.parametrize("write", [scratchpad, blob], ids=["scratchpad", "blob"])
-def test_a_scratchpad_in_one_text_is_turns(write: Any) -> None:  # noqa: ANN401  # a function
+@pytest.mark.parametrize("write", [scratchpad, blob])
+def test_a_scratchpad_in_one_text_is_turns(write: Callable[[list[tuple[str, str, str]]], str]) -> None:
     """Of a chat, also behind earlier words, and of a plain prompt: the rules, the strength and the tools are those of turns."""
     for body in (chat(write(SAME * 3)), chat(write(SAME * 3), "Hi", "Hello!"), {"model": "m", "prompt": write(SAME * 3)}):
-        found, action = look(body)
-        assert (found and found.rule, action) == (REPEAT, "steer")
-        assert found is not None
-        assert (found.tools, found.count, found.strength) == (("search",), 3, "weak")
-
-    assert look(chat(write(FAILING * 7)))[1] == "reject"
-    assert look(chat(write(SAME * 7)))[1] == "steer"
-    assert look(chat(write((SAME + FAILING) * 3)))[0] is not None
-    assert look(chat(write(SAME * 2)))[1] == "allow"
-    assert look(chat(write(OTHER)))[1] == "allow"
-    assert look(chat(write(SAME * 3)), tools={"search": {"allow": True}})[1] == "allow"
+        assert look(body)[:3] == ("warn" if "prompt" in body else "steer", 3, "search")
+        assert tell(body).rule == "repeat"
+        assert find_strength(body) == "weak"
+    assert act(write(FAILING * 7)) == "reject"
+    assert act(write(SAME * 7)) == "steer"
+    assert act(write((SAME + FAILING) * 3)) == "steer"
+    assert act(write(SAME * 2)) == "allow"
+    assert act(write(OTHER)) == "allow"
+    assert act(write(SAME * 3), tools={"search": {"allow": True}}) == "allow"
 
 
 def test_a_cycle_in_a_scratchpad_is_one() -> None:
     """Two things in turn."""
-    found, _ = look(chat(scratchpad([*SAME, ("calculator", "1+1", "2")] * 3)))
+    told = tell(chat(scratchpad([*SAME, ("calculator", "1+1", "2")] * 3)))
 
-    assert found is not None
-    assert (found.rule, found.tools) == (CYCLE, ("search", "calculator"))
+    assert (told.rule, told.tool) == ("cycle", "search calculator")
 
 
 @pytest.mark.parametrize(
@@ -138,17 +116,20 @@ def test_a_cycle_in_a_scratchpad_is_one() -> None:
 )
 def test_examples_quotes_and_other_words_are_no_turns(text: str) -> None:
     """What stands before the question, in a code block, or is no step."""
-    assert look(chat(text)) == (None, "allow")
+    assert act(text) == "allow"
 
 
-def test_what_was_found_may_hold_the_words_of_the_format() -> None:
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("a page\nQuestion: who?\nFinal Answer: she\nmore of it", "steer"),
+        ("a page\nQuestion: who?\nFinal Answer: she\n@ more of it", "allow"),
+        ("a page\nBegin!", "allow"),
+    ],
+)
+def test_what_was_found_may_hold_the_words_of_the_format(page: str, expected: str) -> None:
     """A question in an observation is part of it; `Begin!` never is."""
-    page = "a page\nQuestion: who?\nFinal Answer: she\nmore of it"
-    steps = find_steps(scratchpad([("open", "a", page), ("open", "b", "x")]))
-    text = scratchpad([("open", "a", page), ("open", "b", "x")])
-
-    assert [text[start:end].strip() for _, _, start, end in steps] == [page, "x"]
-    assert len(find_steps(scratchpad([("open", "a", "a page\nBegin!"), ("open", "b", "x")]))) == 1
+    assert act(scratchpad([("open", "a", page.replace("@", "lamps " * n)) for n in range(3)])) == expected
 
 
 def test_an_assistant_that_has_its_scratchpad_before_it_goes_on_from_there() -> None:
@@ -156,14 +137,12 @@ def test_an_assistant_that_has_its_scratchpad_before_it_goes_on_from_there() -> 
     body = chat("How many lamps?")
     body["messages"].append({"role": "assistant", "content": scratchpad(SAME * 3, before="", question="")})
 
-    found, action = look(body)
-    assert (found and found.rule, action) == (REPEAT, "steer")
+    assert (tell(body).rule, look(body).action) == ("repeat", "warn")
 
 
 def test_a_plain_prompt_without_steps_is_not_counted() -> None:
     """Nothing says what was done before."""
-    with pytest.raises(NotCounted, match="no_history"):
-        look({"model": "m", "prompt": "Question: How many lamps?\nThought:"})
+    assert find_reason({"model": "m", "prompt": "Question: How many lamps?\nThought:"}) == "no_history"
 
 
 COMPLAINT = "That wasn't valid JSON. Try again: "
@@ -174,18 +153,21 @@ TASK = "List the five largest lamps of the world."
     "words", [COMPLAINT, "Please answer with JSON only.\n\n", "这不是有效的JSON格式请再试一次 ", "Error in your answer!\n"]
 )
 def test_a_prompt_that_nests_itself_is_a_loop(words: str) -> None:
-    """From the threshold on, and weak: it is refused from `weak_threshold` on, or at once where a policy has none."""
-    found, action = look(chat(words * 3 + TASK))
-    assert (found and found.rule, action) == (NESTED_PROMPT, "steer")
-    assert found is not None
-    assert (found.count, found.tools) == (3, ())
+    """From the threshold on, and weak: it is refused from `weak_threshold` on, or at once where a policy has none.
 
-    assert look(chat(words * 2 + TASK))[1] == "allow"
-    assert look({"model": "m", "prompt": words * 3 + TASK})[1] == "steer"
-    assert look({"model": "m", "input": words * 3 + TASK})[1] == "steer"
-    assert [look(chat(words * times + TASK))[1] for times in (7, 13, 14, 16)] == ["steer", "steer", "reject", "reject"]
-    assert look(chat(words * 7 + TASK), weak_threshold=None)[1] == "reject"
-    assert look(chat(words * 3 + TASK), action="reject", escalate={})[1] == "warn"
+    In a prompt without messages there is no place for a note.
+    """
+    body = chat(words * 3 + TASK)
+
+    assert look(body)[:3] == ("steer", 3, "")
+    assert tell(body).rule == "nested_prompt"
+    assert find_strength(body) == "weak"
+    assert act(words * 2 + TASK) == "allow"
+    assert look({"model": "m", "prompt": words * 3 + TASK}).action == "warn"
+    assert look({"model": "m", "input": words * 3 + TASK}).action == "steer"
+    assert [act(words * times + TASK) for times in (7, 13, 14, 16)] == ["steer", "steer", "reject", "reject"]
+    assert act(words * 7 + TASK, weak_threshold=None) == "reject"
+    assert act(words * 3 + TASK, action="reject", escalate={}) == "warn"
 
 
 @pytest.mark.parametrize(
@@ -205,12 +187,18 @@ def test_a_prompt_that_nests_itself_is_a_loop(words: str) -> None:
 )
 def test_what_only_looks_like_nesting_is_none(text: str) -> None:
     """Lines, tables, laughs, numbers, padding, and what is repeated elsewhere."""
-    assert count_nested(text) == (0, "")
+    assert act(text) == "allow"
 
 
 def test_nesting_behind_turns_is_none() -> None:
     """A conversation has its turns to judge by."""
-    assert look(chat(COMPLAINT * 9 + TASK, "Hi", "Hello!"))[1] == "allow"
+    assert look(chat(COMPLAINT * 9 + TASK, "Hi", "Hello!")).action == "allow"
+
+
+def complained(times: int, said: str = "Your response did not contain an action, attempt {}.") -> dict[str, Any]:
+    """An assistant that answers in other words each time, and hears the same."""
+    words = [f"I could do this in way no. {n}, or in another." for n in range(times)]
+    return chat(said.format(times), TASK, *[each for n in range(times) for each in (words[n], said.format(n + 1))][:-1])
 
 
 @pytest.mark.parametrize(
@@ -226,7 +214,7 @@ def test_nesting_behind_turns_is_none() -> None:
         ("Wrong format!", True),
         ("Please answer in JSON, without a code block.", False),
         ("Give me another name.", False),
-        ("Keep going until all tests pass; none may have failed.", False),
+        ("Keep going until all tests pass; none may be skipped.", False),
         ("Do not use a tool for this.", False),
         ("It is not working.", False),
         ("Is the format not described anywhere?", False),
@@ -234,29 +222,20 @@ def test_nesting_behind_turns_is_none() -> None:
 )
 def test_complaints_are_told_from_wishes(text: str, expected: bool) -> None:
     """What was wrong with the form of the answer, not what the next one should be like."""
-    assert complains(text) is expected
-
-
-def complained(times: int, said: str = "Your response did not contain an action, attempt {}.") -> dict[str, Any]:
-    """An assistant that answers in other words each time, and hears the same."""
-    words = [f"I could do this in way no. {n}, or in another." for n in range(times)]
-    return chat(said.format(times), TASK, *[each for n in range(times) for each in (words[n], said.format(n + 1))][:-1])
+    assert (look(complained(6, text)).action == "steer") is expected
 
 
 @pytest.mark.parametrize("threshold", [2, 3])
 def test_the_same_complaint_six_times_running_is_a_loop(threshold: int) -> None:
     """Never below that, because most agents find their way; other words of the user's are none, however often they come."""
-    keys: dict[str, Any] = {"threshold_identical_requests": threshold, "escalate": {"reject": 7}}
-    same = "Your response did not contain an action."
+    same, found = "Your response did not contain an action.", [(6, "steer"), (5, "allow"), (14, "reject")]
 
-    found, action = look(complained(6, same), **keys)
-    assert (found and found.rule, action) == (ERROR, "steer")
-    assert look(complained(5, same), **keys)[1] == "allow"
-    assert look(complained(14, same), **keys)[1] == "reject"
-    assert look(complained(9, "Give me another name."), **keys)[1] == "allow"
+    assert tell(complained(6, same), threshold_identical_requests=threshold).rule == "error"
+    for times, action in found:
+        assert look(complained(times, same), threshold_identical_requests=threshold).action == action
+    assert look(complained(9, "Give me another name."), threshold_identical_requests=threshold).action == "allow"
 
 
 def test_a_complaint_with_a_number_is_the_same() -> None:
     """It gets a note, as any failure that comes back."""
-    assert look(complained(5))[1] == "allow"
-    assert look(complained(20))[1] == "steer"
+    assert [look(complained(times)).action for times in (5, 20)] == ["allow", "steer"]

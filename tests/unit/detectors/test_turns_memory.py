@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +9,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extproc.apis import conversation
-from extproc.detectors import actions, alike, chain, results, turn
 from extproc.detectors.actions import read_text_action
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.results import MAX_NORMALIZED
+from extproc.detectors.turn import MAX_ENTRY, decode_turn, get_failure_id
 from extproc.detectors.turns import Turns
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import INSPECTION, STEP, UNITS, Document, NotCounted
+from tests.support.looping import encoded
 from tests.support.loops import WRITERS
+from tests.support.memory import count_known, forget
 from tests.support.model_requests import BODIES, REQUESTS
+from tests.support.told import tell
 from tests.support.turn_writers import Did, as_chat
 
 _SETTINGS: list[dict[str, Any]] = [
@@ -48,7 +49,7 @@ def _write(writer: str, before: list[Any], again: list[Any], times: int, more: d
         Did(tuple(calls), (result.replace("@", str(number)),) * len(calls), user.replace("@", str(number)), f"I think {number}")
         for number, (calls, result, user) in enumerate([*before, *again * times], 10)
     ]
-    return json.dumps({**WRITERS[writer](turns), **more}).encode()
+    return encoded({**WRITERS[writer](turns), **more})
 
 
 _WRITTEN = st.builds(
@@ -59,24 +60,7 @@ _WRITTEN = st.builds(
     st.integers(1, 7),
     st.sampled_from([{}, {}, {}, {"previous_response_id": "r"}]),
 )
-_BODIES = (
-    _WRITTEN | REQUESTS.map(lambda value: json.dumps(value).encode()) | st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__)
-)
-
-
-def forget() -> None:
-    """Have nothing known."""
-    for memo in (
-        actions._KNOWN,
-        chain._KNOWN,
-        conversation._KNOWN,
-        alike._STAYS._known,
-        results._STAYS._known,
-        turn._NORMAL,
-        turn._FAILURES,
-    ):
-        memo._young.clear()
-        memo._old.clear()
+_BODIES = _WRITTEN | REQUESTS.map(encoded) | st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__)
 
 
 def say(look: Callable[[], object]) -> str:
@@ -139,10 +123,10 @@ def test_earlier_loops_are_the_same_where_earlier_requests_were_not_seen(
     """A detector that follows a conversation, and one that sees a single request of it, say the same of its earlier loops."""
     done = [turn for path in paths for turn in path] * again
     turns = [turn._replace(thought=f"step {place}" if talks else "") for place, turn in enumerate(done, 1)]
-    bodies = [json.dumps(as_chat(turns[:count])).encode() for count in range(1, min(len(turns), 40) + 1)]
     follows = Turns(_STEERING)
 
-    for body in bodies:
+    for count in range(1, min(len(turns), 40) + 1):
+        body = encoded(as_chat(turns[:count]))
         before = [_find_earlier(detector, body) for detector in (follows, Turns(_STEERING))]
         assert before[0] == before[1]
 
@@ -160,25 +144,22 @@ def _find_earlier(detector: Turns, body: bytes) -> tuple[object, object, object]
 def test_the_bound_on_normalised_results_holds_for_those_that_are_known() -> None:
     """Six results of full length are compared without what changes by itself, however often they were; one more is not."""
     turns = [Did((("run", {}),), (f"took {number} ms\n{'x' * (MAX_NORMALIZED - 20)}",)) for number in range(7)]
-    bodies = [json.dumps(as_chat(turns[:count])).encode() for count in (6, 7)]
-    detectors = [Turns(LoopDetection(enabled=True, similarity="turns", threshold_identical_requests=count)) for count in (6, 7)]
     forget()
 
     for _ in range(2):
-        found = [detector.compare(Document(body))[1] for detector, body in zip(detectors, bodies, strict=True)]
-        assert [repeat is not None for repeat in found] == [True, False]
+        told = [tell(as_chat(turns[:count]), threshold_identical_requests=count).action for count in (6, 7)]
+        assert told == ["reject", "allow"]
 
 
 def test_numbers_that_are_bounded_are_not_remembered() -> None:
     """An action in a text that holds fractions takes its part of their bound each time."""
     forget()
-    body = json.dumps({"messages": [{"role": "assistant", "content": '{"action": [0.5, 1.5]}'}]}).encode()
+    body = encoded({"messages": [{"role": "assistant", "content": '{"action": [0.5, 1.5]}'}]})
 
     left = [say_all(DETECTORS[0], body) for _ in range(3)]
 
     assert left[0] == left[1] == left[2]
     assert left[0][2].endswith(f" {UNITS - 3 * STEP}")
-    assert len(actions._KNOWN) == 0
 
 
 def test_policies_that_take_other_arguments_for_thoughts_share_nothing() -> None:
@@ -199,28 +180,27 @@ def test_long_texts_are_not_remembered(length: int, known: int) -> None:
     found = [read_text_action(text, THOUGHTS) for _ in range(2)]
 
     assert found[0] == found[1]
-    assert len(actions._KNOWN) == known
+    assert count_known() == known
 
 
 def _entry(result: str, tool: str = "", said: str = "") -> bytes:
     """The entry of a turn in which a tool is called, or a user says something."""
     did = Did(((tool, {"n": 1}),), (result,)) if tool else Did((), (), said, "I see.")
-    history = DETECTORS[0].rule.read(Document(json.dumps(as_chat([did])).encode()))
-    newest = history.at(0)
-    assert newest is not None
-    return turn.encode_turn(newest)
+    *_, memory = DETECTORS[0].compare_in_session(Document(encoded(as_chat([did]))))
+    assert memory is not None
+    return memory.entry
 
 
-@pytest.mark.parametrize("tool", ["run", "r" * 31 + "ö" * 9, "r" * 32 + "ö" * 9, "ö" * 40, "n" * 99])
+@pytest.mark.parametrize("tool", ["run", "r" * 31 + "\u00f6" * 9, "r" * 32 + "\u00f6" * 9, "\u00f6" * 40, "n" * 99])
 def test_failing_results_are_told_apart_in_entries(tool: str) -> None:
     """By a few bytes behind the name, which numbers do not change; an entry stays as long as it may be."""
     entries = [_entry(f"error: job {number} is {word}", tool) for number, word in ((1, "broken"), (22, "broken"), (1, "lost"))]
-    one, same, other = [turn.decode_turn(entry).failure_id for entry in entries]
+    one, same, other = [get_failure_id(entry) for entry in entries]
 
     assert one == same != other
     assert len(one) == 3
-    assert all(len(entry) <= turn.MAX_ENTRY for entry in entries)
-    assert turn.get_failure_id(_entry("ok", tool)) == b""
+    assert all(len(entry) <= MAX_ENTRY for entry in entries)
+    assert get_failure_id(_entry("ok", tool)) == b""
 
 
 def test_entries_of_the_version_before_are_read() -> None:
@@ -228,7 +208,7 @@ def test_entries_of_the_version_before_are_read() -> None:
     called, talked = _entry("error: no", "run"), _entry("", said="error: no")
 
     for entry in (called, talked):
-        kept, old = turn.decode_turn(entry), turn.decode_turn(entry[:-4])
+        kept, old = decode_turn(entry), decode_turn(entry[:-4])
         assert kept.failure_id
         assert old == kept._replace(failure_id=b"")
     assert called[25:].decode("utf-8", "ignore") == "run"

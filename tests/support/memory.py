@@ -1,0 +1,40 @@
+"""What a process remembers of earlier requests to save time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from extproc.bounded import Memo
+
+
+def _list_values() -> Iterator[object]:
+    """What the package's modules hold, and what that holds."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("extproc.")]
+    for module in modules:
+        for value in vars(module).values():
+            yield value
+            if type(value).__module__.startswith("extproc."):
+                yield from gc.get_referents(value)
+                yield from getattr(value, "__dict__", {}).values()
+
+
+@cache
+def list_memos() -> list[Memo[Any, Any]]:
+    """All memories of the modules that were imported until now."""
+    found = {id(value): value for value in _list_values() if isinstance(value, Memo)}
+    return list(found.values())
+
+
+def forget() -> None:
+    """Have nothing known, as in a new process."""
+    for memo in list_memos():
+        memo.clear()
+
+
+def count_known() -> int:
+    """How many answers are remembered."""
+    return sum(map(len, list_memos()))
