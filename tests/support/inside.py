@@ -26,7 +26,7 @@ IMPORTED = {
         commands costs
     """,
     "cli": """
-        commands loop_screen main packed probe
+        commands main packed probe
     """,
     "cli/commands": """
         dashboards grant init ordering serve sessions top
@@ -47,8 +47,8 @@ IMPORTED = {
         atif files formats limits lines page report trajectories transcripts watch work
     """,
     "detectors": """
-        actions alike arguments base canonical causes chain complaints failures keys loops nesting own_answers results
-        schemas scratchpad similar_turns tail tool_calls tools turn turns
+        actions alike arguments base canonical causes chain failures keys loops own_answers results schemas
+        similar_turns tail tool_calls tools turn turns
     """,
     "engine": """
         candidates engine evaluation handover orders plan ramp recording settlements
@@ -101,13 +101,11 @@ READERS = {
     "tests/doors/transport/test_door.py": 9,
     "tests/doors/transport/test_honest_envoy.py": 1,
     "tests/doors/transport/test_tls.py": 7,
-    "tests/unit/apis/test_known.py": 7,
     "tests/unit/cli/scan/test_watch.py": 2,
     "tests/unit/detectors/test_detectors.py": 4,
     "tests/unit/detectors/test_failures.py": 25,
     "tests/unit/detectors/test_moving_numbers.py": 5,
     "tests/unit/detectors/test_results.py": 6,
-    "tests/unit/detectors/test_turns_memory.py": 13,
     "tests/unit/ext_proc/test_unreadable_bodies.py": 1,
     "tests/unit/transport/test_headers.py": 2,
     "tests/unit/transport/test_http2_bounds.py": 8,
