@@ -50,6 +50,11 @@ def list_rows(made: Operated) -> list[dict[str, Any]]:
     return [*loops, *made.ask("/sessions")["sessions"], *made.ask("/budgets")["budgets"]]
 
 
+def write_id(value: object) -> str:
+    """A case's name, which must be the same in all processes."""
+    return str(value).replace(HIDDEN, "hidden")
+
+
 @pytest.mark.parametrize(
     ("keys", "sent", "name"),
     [
@@ -57,6 +62,7 @@ def list_rows(made: Operated) -> list[dict[str, Any]]:
         ([ALTERNATIVES], NAMED, hash_descriptor("x-user-id", "ann")),
         (["header:x-user-id"], NAMED, hash_descriptor("x-user-id", "ann")),
     ],
+    ids=write_id,
 )
 def test_a_key_has_one_name_everywhere(keys: list[Any], sent: dict[str, Any], name: str) -> None:
     """Whichever limit key finds it, in loops, sessions and budgets, as the hash of the key itself."""
@@ -157,6 +163,7 @@ def test_values_of_several_descriptors_are_names_as_well() -> None:
         ([ALTERNATIVES], {"caller": "header:x-user-id:ann"}, NAMED),
         (["credential"], "team-a", KEYED),
     ],
+    ids=write_id,
 )
 def test_a_caller_is_ordered_about_by_any_of_its_names(keys: list[Any], caller: Any, sent: dict[str, Any]) -> None:  # noqa: ANN401  # as JSON
     """By alias, hash, value or secret, as a page or `explain` prints it; nothing keeps the secret."""
