@@ -114,7 +114,6 @@ READERS = {
     "tests/unit/cli/scan/test_watch.py": 2,
     "tests/unit/cli/test_completion.py": 3,
     "tests/unit/cli/test_terminal.py": 3,
-    "tests/unit/detectors/test_detectors.py": 4,
     "tests/unit/engine/test_engine.py": 1,
     "tests/unit/engine/test_handover.py": 1,
     "tests/unit/engine/test_isolation.py": 1,
