@@ -229,19 +229,6 @@ def test_a_detector_that_cannot_look_leaves_the_others_counting(
     assert sample(service, "detections_total", policy="p", detector="exact", mode="enforce", action="reject", strength="") == 1
 
 
-def test_a_body_at_the_limit_is_looked_into() -> None:
-    """`max_inspect_bytes` is the largest body that is; each detector has a limit of its own."""
-    data = chat("hi")
-    service = make_service(
-        several("p", TAIL | {"max_inspect_bytes": len(data)}, TAIL | {"name": "less", "max_inspect_bytes": len(data) - 1})
-    )
-
-    answers = [status(sent(service, data)) for _ in range(3)]
-
-    assert answers == [0, 0, 429]
-    assert uncounted(service) == {("p", "inspect_limit"): 3}
-
-
 def test_a_body_that_is_not_json_is_compared_exactly_by_canonical() -> None:
     """It is counted byte for byte, and that is counted; a body without a byte is no such case."""
     service = make_service(policy("p", ANY, **CANONICAL))
@@ -334,17 +321,6 @@ def test_no_shadow_policy_changes_what_enforcing_ones_see(pair: tuple[Engine, En
     assert beside == alone
 
 
-def test_a_whole_body_with_too_many_fractions_does_not_stop_a_tail() -> None:
-    """A shadow policy that would have to decode more than is decoded counts nothing; the enforcing one refuses its loop."""
-    service = make_service(policy("s", ANY, mode="shadow", **CANONICAL), policy("e", ANY, **TAIL))
-    data = chat("hi").replace(b'"m"', b'"m", "embedding": ' + fractions(10_001).encode())
-
-    answers = [status(sent(service, data)) for _ in range(3)]
-
-    assert answers == [0, 0, 429]
-    assert uncounted(service) == {("s", "inspect_limit"): 3}
-
-
 @pytest.mark.parametrize("loop", [{}, CANONICAL, TAIL, CALLS, CALLS | {"cooldown_seconds": 60}])
 def test_every_similarity_works_in_shadow(loop: dict[str, Any]) -> None:
     """A shadow policy reports what it would have done, in metrics and metadata, and the request is let through."""
@@ -409,16 +385,6 @@ def test_a_bypassed_request_is_not_waited_for() -> None:
     assert [[reply.done for reply in exchanged] for exchanged in replies] == [[True]] * 5
     assert uncounted(service) == {("p", "bypass"): 5}
     assert [status(sent(service, b"x")) for _ in range(3)] == [0, 0, 429]
-
-
-def test_a_bypass_is_of_its_policy_alone() -> None:
-    """The policy beside it still waits for the body and counts."""
-    service = make_service(with_spec(policy("p", ANY), bypass=[{"pathPrefix": "/"}]), policy("q", ANY))
-
-    answers = [status(sent(service, b"x")) for _ in range(3)]
-
-    assert answers == [0, 0, 429]
-    assert uncounted(service) == {("p", "bypass"): 3}
 
 
 def test_a_bypass_comes_before_descriptors() -> None:
@@ -521,29 +487,6 @@ def test_callers_named_in_the_body_count_apart() -> None:
     statuses = [status(sent(service, chat("hi", user=user))) for user in ("ann", "bob", "ann", "bob", "ann", "bob", "eve")]
 
     assert statuses == [0, 0, 0, 0, 429, 429, 0]
-
-
-@pytest.mark.parametrize("loop", [{}, {"body": "ignore"}, CANONICAL, TAIL, CALLS])
-def test_a_body_too_large_to_inspect_never_merges_callers(loop: dict[str, Any]) -> None:
-    """The caller is not known, so no detector counts the request, whatever it compares."""
-    made = several("p", loop | {"max_inspect_bytes": 100}, limit_keys=["body:/user"])
-    service = make_service(made)
-
-    answers = [status(sent(service, chat("x" * 100, user="ann"))) for _ in range(5)]
-
-    assert answers == [0] * 5
-    assert uncounted(service) == {("p", "inspect_limit"): 5}
-
-
-@pytest.mark.parametrize("data", [b'{"user": "ann", "a": ' + fractions(10_001).encode() + b"}", b"[" * 300_000])
-def test_a_body_that_holds_too_much_never_merges_callers(data: bytes) -> None:
-    """Nor is one counted that is small, but more than is decoded."""
-    service = make_service(policy("p", ANY, limit_keys=["body:/user"]))
-
-    answers = [status(sent(service, data)) for _ in range(5)]
-
-    assert answers == [0] * 5
-    assert uncounted(service) == {("p", "inspect_limit"): 5}
 
 
 def test_a_body_that_names_the_caller_is_waited_for_even_where_it_is_ignored() -> None:
@@ -761,30 +704,6 @@ def test_what_a_policy_forbids_is_counted_by_its_reason() -> None:
     assert uncounted(service) == {("p", "not_json"): 3}
 
 
-@pytest.mark.parametrize("lie", [{"content_type": "application/grpc"}, GRPC | {"content_length": "100"}])
-def test_json_that_claims_to_be_grpc_is_counted(lie: dict[str, Any]) -> None:
-    """GRPC is believed where method, content type and `te` fit, and where the body, if its length is known, is framed."""
-    service = make_service(policy("p", ANY, **TAIL))
-    data = chat("hi")
-
-    answers = [status(decoded(exchange(service, headers(**lie), body(data))[-1])) for _ in range(3)]
-
-    assert answers == [0, 0, 429]
-
-
-@pytest.mark.parametrize("spell", [gzip.compress, "utf-8-sig", "utf-16"])
-def test_a_body_is_compared_by_its_text(spell: Any) -> None:  # noqa: ANN401  # a function or an encoding's name
-    """However a conversation is packed or encoded, it is the same one."""
-    service = make_service(policy("p", ANY, **TAIL))
-    data = chat("hi")
-    packed = spell(data) if callable(spell) else data.decode().encode(spell)
-    more: dict[str, Any] = {"content_encoding": "gzip"} if callable(spell) else {}
-
-    answers = [status(sent(service, data)), status(sent(service, packed, **more)), status(sent(service, data))]
-
-    assert answers == [0, 0, 429]
-
-
 def test_expensive_bodies_of_one_caller_cost_the_others_nothing() -> None:
     """Past its budget a caller's bodies are not inspected, and that is counted; loops of others are still refused."""
     service = make_service(policy("p", ANY, limit_keys=["header:x-team"], **TAIL))
@@ -797,6 +716,84 @@ def test_expensive_bodies_of_one_caller_cost_the_others_nothing() -> None:
     assert uncounted(service) == {("p", "inspect_budget"): 4}
     service.budget.allows("x-team=greedy", perf_counter() + 1_000)  # time passes
     assert [status(sent(service, chat("hi"), x_team="other")) for _ in range(3)] == [0, 0, 429]
+
+
+# --- what is counted of three requests
+
+_HI, _FRACTIONS = chat("hi"), fractions(10_001).encode()
+_AT, _BELOW = {"max_inspect_bytes": len(_HI)}, {"max_inspect_bytes": len(_HI) - 1}
+_BY_USER: dict[str, Any] = {"limit_keys": ["body:/user"]}
+_PASS, _REFUSE = [0, 0, 0], [0, 0, 429]
+
+Sent = tuple[dict[str, Any], bytes]
+THREE: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[tuple[str, str], float]]] = {
+    "a body at the limit of one detector, above that of another": (
+        [several("p", TAIL | _AT, TAIL | {"name": "less"} | _BELOW)],
+        [({}, _HI)] * 3,
+        _REFUSE,
+        {("p", "inspect_limit"): 3},
+    ),
+    "too many fractions for a shadow policy that reads all of the body": (
+        [policy("s", ANY, mode="shadow", **CANONICAL), policy("e", ANY, **TAIL)],
+        [({}, _HI.replace(b'"m"', b'"m", "embedding": ' + _FRACTIONS))] * 3,
+        _REFUSE,
+        {("s", "inspect_limit"): 3},
+    ),
+    "a bypass of the policy beside": (
+        [with_spec(policy("p", ANY), bypass=[{"pathPrefix": "/"}]), policy("q", ANY)],
+        [({}, b"x")] * 3,
+        _REFUSE,
+        {("p", "bypass"): 3},
+    ),
+    **{
+        f"a body too large to tell its caller, {loop}": (
+            [several("p", loop | {"max_inspect_bytes": 100}, **_BY_USER)],
+            [({}, chat("x" * 100, user="ann"))] * 3,
+            _PASS,
+            {("p", "inspect_limit"): 3},
+        )
+        for loop in ({}, {"body": "ignore"}, CANONICAL, TAIL, CALLS)
+    },
+    **{
+        f"a body that holds too much to tell its caller, {data[:9]!r}": (
+            [policy("p", ANY, **_BY_USER)],
+            [({}, data)] * 3,
+            _PASS,
+            {("p", "inspect_limit"): 3},
+        )
+        for data in (b'{"user": "ann", "a": ' + _FRACTIONS + b"}", b"[" * 300_000)
+    },
+    "JSON that claims to be gRPC": ([policy("p", ANY, **TAIL)], [({"content_type": "application/grpc"}, _HI)] * 3, _REFUSE, {}),
+    "JSON that claims to be gRPC of another length": (
+        [policy("p", ANY, **TAIL)],
+        [(GRPC | {"content_length": "100"}, _HI)] * 3,
+        _REFUSE,
+        {},
+    ),
+    "the same text in other encodings": (
+        [policy("p", ANY, **TAIL)],
+        [({}, _HI.decode().encode("utf-8-sig")), ({}, _HI.decode().encode("utf-16")), ({}, _HI)],
+        _REFUSE,
+        {},
+    ),
+    "the same text packed": (
+        [policy("p", ANY, **TAIL)],
+        [({}, _HI), ({"content_encoding": "gzip"}, gzip.compress(_HI)), ({}, _HI)],
+        _REFUSE,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("policies", "requests", "statuses", "left_out"), THREE.values(), ids=THREE)
+def test_what_is_counted_of_three_requests(
+    policies: list[dict[str, Any]], requests: list[Sent], statuses: list[int], left_out: dict[tuple[str, str], float]
+) -> None:
+    """Which of them are refused, and how often which policy did not count, and why."""
+    service = make_service(*policies)
+
+    assert [status(sent(service, data, **more)) for more, data in requests] == statuses
+    assert uncounted(service) == left_out
 
 
 # --- streamed bodies
@@ -904,32 +901,32 @@ def test_all_bodies_under_way_share_one_bound() -> None:
     assert uncounted(service) == {("p", "inspect_limit"): 1}
 
 
-def _garbage(stream: Stream) -> None:
+def _garbage(_: Service, stream: Stream) -> None:
     with pytest.raises(ProtocolError):
         stream.receive(b"\xff\xff\xff")
 
 
-def _bug(stream: Stream) -> None:
-    stream._service.counting.store = None  # type: ignore[assignment]  # on purpose
+def _bug(service: Service, stream: Stream) -> None:
+    service.counting.store = None  # type: ignore[assignment]  # on purpose
     receive(stream, body(b"}"))
 
 
-def _stopped(stream: Stream) -> None:
-    stream._service.release()
+def _stopped(service: Service, stream: Stream) -> None:
+    service.release()
     receive(stream, body(b"x", end=False))
 
 
-ENDS: dict[str, Callable[[Stream], object]] = {
-    "the client leaves": lambda _: None,
-    "the body ends": lambda stream: receive(stream, body(b"}")),
-    "trailers end it": lambda stream: receive(stream, TRAILERS),
-    "the upstream answers early": lambda stream: receive(stream, ProcessingRequest(response_headers=HttpHeaders())),
-    "another stream needs its place": lambda stream: Stream(stream._service).close(),
-    "the server stops": lambda stream: stream._service.release(),
+ENDS: dict[str, Callable[[Service, Stream], object]] = {
+    "the client leaves": lambda *_: None,
+    "the body ends": lambda _, stream: receive(stream, body(b"}")),
+    "trailers end it": lambda _, stream: receive(stream, TRAILERS),
+    "the upstream answers early": lambda _, stream: receive(stream, ProcessingRequest(response_headers=HttpHeaders())),
+    "another stream needs its place": lambda service, _: Stream(service).close(),
+    "the server stops": lambda service, _: service.release(),
     "the server stops and more comes": _stopped,
     "the peer breaks the protocol": _garbage,
     "a bug": _bug,
-    "the body grows past the limit": lambda stream: receive(stream, body(b"x" * 2**20, end=False)),
+    "the body grows past the limit": lambda _, stream: receive(stream, body(b"x" * 2**20, end=False)),
 }
 
 
@@ -938,16 +935,14 @@ def test_what_is_kept_is_let_go_of_however_a_stream_ends(end: str) -> None:
     """When the stream is closed, nothing of its body is counted as kept any more."""
     service = make_service(several("p", TAIL, CANONICAL), max_streams=1)
     stream = Stream(service)
-    receive(stream, headers(mode="STREAMED"))
-    receive(stream, body(b'{"a": 1', end=False))
-    receive(stream, body(b" ", end=False))
+    for message in (headers(mode="STREAMED"), body(b'{"a": 1', end=False), body(b" ", end=False)):
+        receive(stream, message)
     kept = service.kept.bytes
 
-    ENDS[end](stream)
+    ENDS[end](service, stream)
     stream.close()
 
-    assert kept == 8
-    assert service.kept.bytes == 0
+    assert (kept, service.kept.bytes) == (8, 0)
     assert (service.streams, len(service.waiting)) == (0, 0)
 
 

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.detectors.results import (
-    _IN_WINDOWS,
-    _OF_KEY,
-    _is_special,
-    _may_be_volatile,
-    _may_have_keys,
-    may_be_equal,
-    normalize,
-    normalize_head,
-)
-from tests.support.documents import policy
-from tests.support.engine import ANY
-from tests.support.looping import encoded
-from tests.support.service import make_service
-from tests.support.steering import ask
-from tests.support.turn_writers import SHAPES, Did
+from extproc.detectors.results import may_be_equal, normalize, normalize_head
+from tests.support.exact import load_exact
+from tests.support.told import tell
+from tests.support.turn_writers import Did, as_chat
+
+EXACT = load_exact("results")
 
 KEYS = [
     *("duration", "duration_s", "duration_ms", "duration_seconds", "durationMs", "durationSeconds", "Duration", "DURATION_MS"),
@@ -139,14 +128,8 @@ _PIECES = st.sampled_from(
 
 @given(st.lists(_PIECES, max_size=30).map("".join))
 def test_a_quick_look_misses_no_key(text: str) -> None:
-    """Whatever the pattern finds, each look before it does, too."""
-    if _OF_KEY.search(text):
-        assert _may_have_keys(text)
-        assert _is_special(text)
-        assert _may_be_volatile(text)
-    if "\\" not in text and _IN_WINDOWS.search(text):
-        assert _is_special(text)
-        assert _may_be_volatile(text)
+    """Whatever the patterns find, each look before them does, too."""
+    assert normalize(text) == EXACT.normalize(text)
 
 
 @given(st.lists(_PIECES, max_size=60).map("".join), st.lists(_PIECES, max_size=30).map("".join), st.data())
@@ -196,46 +179,32 @@ def test_a_result_of_keys_alone_is_normalised(piece: str) -> None:
 
 def codex(number: int) -> str:
     """What Codex returns for a command that failed."""
-    return json.dumps(
-        {"output": "cat: x: No such file", "metadata": {"exit_code": 1, "duration_seconds": [0.3, 0.1, 1.2, 0.05][number % 4]}}
-    )
+    duration = [0.3, 0.1, 1.2, 0.05][number % 4]
+    return json.dumps({"output": "cat: x: No such file", "metadata": {"exit_code": 1, "duration_seconds": duration}})
 
 
-def refuses(turns: Sequence[Did], shape: str = "chat") -> bool:
-    """Whether the preset's thresholds refuse the last request of a conversation."""
-    ladder: dict[str, Any] = {"action": "steer", "escalate": {"land": 5, "reject": 7}, "weak_threshold": 14}
-    service = make_service(policy("p", ANY, similarity="turns", **ladder))
-    return ask(service, encoded(SHAPES[shape](turns))).HasField("immediate_response")
+def call(tool: str, result: str, number: int, **arguments: object) -> Did:
+    """A turn in which a tool is called."""
+    return Did(((tool, arguments),), (result,), "", f"No. {number}!")
 
 
-def test_an_error_with_other_durations_is_refused() -> None:
-    """At the seventh, as if the durations were equal."""
-    turns = [Did((("shell", {"command": "cat x"}),), (codex(number),), "", f"No. {number}!") for number in range(7)]
-
-    assert refuses(turns)
-    assert not refuses(turns[:6])
-
-
-def test_searches_that_differ_only_in_time_are_weak() -> None:
-    """Short results without an error wait for the weak threshold."""
-    turns = [Did((("search", {"q": "x"}),), (json.dumps({"took": n + 3, "hits": []}),), "", f"No. {n}!") for n in range(16)]
-
-    assert not refuses(turns[:15])
-    assert refuses(turns)
-
-
-def test_a_duration_that_is_an_argument_is_content() -> None:
-    """Waits of other lengths are other actions, whatever they return."""
-    failed = "error: boom"
-    same = [Did((("wait", {"duration": 5}),), (failed,), "", f"No. {n}!") for n in range(7)]
-    other = [Did((("wait", {"duration": n, "pid": n}),), (f'{{"waited": {n}}}',), "", f"No. {n}!") for n in range(7)]
-
-    assert refuses(same)
-    assert not refuses(other)
+LADDER: dict[str, Any] = {"action": "steer", "escalate": {"land": 5, "reject": 7}, "weak_threshold": 14}
+SEARCHES = [call("find", f'{{"took": {n}, "hits": []}}', n, q="x") for n in range(16)]
+CONVERSATIONS: dict[str, tuple[list[Did], bool]] = {
+    "an error with other durations": ([call("shell", codex(n), n, command="cat x") for n in range(7)], True),
+    "the same six times": ([call("shell", codex(n), n, command="cat x") for n in range(6)], False),
+    "searches that differ in time": ([call("find", f'{{"took": {n}, "hits": []}}', n, q="x") for n in range(16)], True),
+    "the same, which wait as weak loops do": (
+        [call("find", f'{{"took": {n}, "hits": []}}', n, q="x") for n in range(15)],
+        False,
+    ),
+    "the same wait": ([call("wait", "error: boom", n, duration=5) for n in range(7)], True),
+    "other waits": ([call("wait", f'{{"waited": {n}}}', n, duration=n, pid=n) for n in range(7)], False),
+    "other records": ([call("next", f'{{"id": {n}, "duration_ms": 4}}', n) for n in range(16)], False),
+}
 
 
-def test_records_with_other_ids_are_not_refused() -> None:
-    """Their durations are left out, and the rest still differs."""
-    turns = [Did((("next", {}),), (json.dumps({"id": n, "duration_ms": 4}),), "", f"No. {n}!") for n in range(16)]
-
-    assert not refuses(turns)
+@pytest.mark.parametrize(("turns", "refused"), CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_conversations_with_moving_numbers(turns: list[Did], refused: bool) -> None:
+    """Durations hide no loop, and neither make one: among arguments they are content, and so is all the rest of a result."""
+    assert (tell(as_chat(turns), **LADDER).action == "reject") is refused

@@ -1,0 +1,41 @@
+"""Modules that look at texts quickly before they look exactly, without the quick looks."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
+from unittest.mock import patch
+
+from tests.support import ROOT
+
+_LONGEST_EXACT = 40
+"""What a pattern of up to this length finds is what is meant; longer ones are quick looks."""
+
+
+class AskEachTime:
+    """In place of `Stays`: no shape tells what a pattern finds."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Forget the pattern."""
+
+    def find(self, _: str) -> bool:
+        """Have the line searched."""
+        return True
+
+
+def _look_for(pattern: str) -> Any:  # noqa: ANN401  # a function
+    if len(pattern) <= _LONGEST_EXACT:
+        return re.compile(pattern).search
+    return lambda _: True
+
+
+def load_exact(name: str) -> Any:  # noqa: ANN401  # a module
+    """A second copy of a module of `extproc.detectors`, made of its source, that searches every text and line exactly."""
+    spec = spec_from_file_location(f"exact_{name}", ROOT / "extproc" / "detectors" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    with patch("extproc.looks.look_for", _look_for), patch("extproc.detectors.shapes.Stays", AskEachTime):
+        spec.loader.exec_module(module)
+    return module
