@@ -54,7 +54,7 @@ IMPORTED = {
         candidates engine evaluation handover orders plan ramp recording settlements
     """,
     "ext_proc": """
-        access_log budget duplex protobuf service stream transaction upload wire
+        access_log budget duplex service stream transaction upload wire
     """,
     "ext_proc/answers": """
         go_on metadata
@@ -77,7 +77,7 @@ IMPORTED = {
         bundle files last_good loader namespaces outline overlaps pairings presets
     """,
     "request": """
-        callers document encodings fingerprint hash_key http limit_keys notes patch quoting secrets
+        document encodings fingerprint hash_key http limit_keys notes patch quoting secrets
     """,
     "sessions": """
         changing history names prices rates session_limits
@@ -124,7 +124,6 @@ READERS = {
     "tests/unit/engine/test_isolation.py": 1,
     "tests/unit/engine/test_ramp.py": 1,
     "tests/unit/engine/test_routes.py": 5,
-    "tests/unit/ext_proc/test_unreadable_bodies.py": 1,
     "tests/unit/operator/test_admin.py": 21,
     "tests/unit/operator/test_canary.py": 2,
     "tests/unit/operator/test_conversations.py": 1,
