@@ -244,6 +244,28 @@ def test_a_flag_that_is_not_the_upstreams_is_no_failure() -> None:
     assert not read_message(message.SerializeToString())[0][0].failed
 
 
+UNREADABLE = {
+    "a group": b"\x0b\x0c",
+    "the end of a group": b"\x0c",
+    "a field without a number": b"\0\0",
+    "a type that does not exist": b"\x0e\x00",
+    "a varint of eleven bytes": b"\x08" + b"\xff" * 10 + b"\x01",
+    "a length behind the end": b"\x0a\x05abc",
+    "a length beyond all memory": b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01abc",
+    "a fixed number that is cut off": b"\x09\0\0\0\0\0\0\0",
+    "a varint that is cut off": b"\x08\x80",
+    "a tag alone": b"\x0a",
+}
+
+
+@pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_is_no_field_is_a_protocol_error(data: bytes) -> None:
+    """Also inside a message, whose end no field goes beyond."""
+    for message in (data, field(2, data) + bytes(20), field(2, field(1, data)) + bytes(20)):
+        with pytest.raises(ProtocolError):
+            read_message(message)
+
+
 def test_a_message_that_is_cut_off_is_refused() -> None:
     """Whatever is missing, no entry is made up."""
     whole = log({"told": {"input": 900, "output": 40, "model": "m"}})

@@ -42,33 +42,41 @@ def _query(pairs: list[tuple[str, str]]) -> str:
     )
 
 
-def _composite(method: str, path: str, pairs: list[tuple[str, str]], body: bytes, descriptors: dict[str, str]) -> str:
-    request = HttpRequest(method, f"{path}?{_query(pairs)}")
+def _compose(request: HttpRequest, body: bytes, descriptors: dict[str, str]) -> str:
     head = write_head(request.method, request.path, write_query(request.read_query()))
     return compose(head, NO_BODY.plus(body), join_descriptors(list(descriptors.items())))
 
 
-def test_the_composite_is_as_documented() -> None:
-    """A typical chat request gives the documented composite, with an empty slot for the empty query."""
-    body = b'{"model": "m"}'
-
-    made = _composite("POST", "/v1/chat/completions", [], body, {"user_id": "user-1", "org_id": "org-abc"})
-
-    assert made == f"POST|/v1/chat/completions||{crc32(body):08x}|org_id=org-abc|user_id=user-1"
+def _composite(method: str, path: str, pairs: list[tuple[str, str]], body: bytes, descriptors: dict[str, str]) -> str:
+    return _compose(HttpRequest(method, f"{path}?{_query(pairs)}"), body, descriptors)
 
 
-def test_no_body_no_query_no_descriptors() -> None:
-    """Without a body its slot is eight zeros, and without descriptors nothing trails."""
-    assert _composite("GET", "/", [], b"", {}) == "GET|/||00000000"
-
-
-def test_query_is_decoded_sorted_and_encoded() -> None:
-    """`+` and %20 are the same space, blanks stay, reserved characters are encoded, pairs are sorted."""
-    request = HttpRequest("GET", "/p%20q|r?b=2&a=x+y&c&a=%7C%3d%26%25&&b=1&d=e=f")
-
-    made = compose(write_head("GET", request.path, write_query(request.read_query())), NO_BODY, "")
-
-    assert made == "GET|/p%2520q%7Cr|a=x y&a=%7C%3D%26%25&b=1&b=2&c=&d=e%3Df|00000000"
+@pytest.mark.parametrize(
+    ("method", "target", "body", "descriptors", "composite"),
+    [
+        (
+            "POST",
+            "/v1/chat/completions",
+            b'{"model": "m"}',
+            {"user_id": "user-1", "org_id": "org-abc"},
+            "POST|/v1/chat/completions||649382c1|org_id=org-abc|user_id=user-1",
+        ),
+        ("GET", "/", b"", {}, "GET|/||00000000"),
+        (  # `+` and %20 are the same space, blanks stay, reserved characters are encoded, pairs are sorted
+            "GET",
+            "/p%20q|r?b=2&a=x+y&c&a=%7C%3d%26%25&&b=1&d=e=f",
+            b"",
+            {},
+            "GET|/p%2520q%7Cr|a=x y&a=%7C%3D%26%25&b=1&b=2&c=&d=e%3Df|00000000",
+        ),
+    ],
+    ids=["typical", "empty", "query"],
+)
+def test_the_composite_is_as_documented(
+    method: str, target: str, body: bytes, descriptors: dict[str, str], composite: str
+) -> None:
+    """An empty query keeps its slot, that of no body is eight zeros, and without descriptors nothing trails."""
+    assert _compose(HttpRequest(method, target), body, descriptors) == composite
 
 
 def test_the_digest_names_crc_and_check() -> None:
@@ -108,11 +116,10 @@ def test_order_never_matters(
     method: str, path: str, pairs: list[tuple[str, str]], body: bytes, descriptors: dict[str, str], random: Random
 ) -> None:
     """Query pairs and descriptors may come in any order."""
-    shuffled_pairs, shuffled = list(pairs), list(descriptors.items())
-    random.shuffle(shuffled_pairs)
-    random.shuffle(shuffled)
+    shuffled_pairs = random.sample(pairs, len(pairs))
+    shuffled = dict(random.sample([*descriptors.items()], len(descriptors)))
 
-    assert _composite(method, path, pairs, body, descriptors) == _composite(method, path, shuffled_pairs, body, dict(shuffled))
+    assert _composite(method, path, pairs, body, descriptors) == _composite(method, path, shuffled_pairs, body, shuffled)
 
 
 Parts = tuple[str, str, list[tuple[str, str]], bytes, dict[str, str]]
@@ -168,8 +175,7 @@ def test_a_retry_is_known_by_where_what_and_whose_it_is(one: Parts, drawn: Parts
 )
 def test_a_path_is_read_as_a_server_would(path: str, normal: str) -> None:
     """Every spelling of a path is that path, and normalizing it again changes nothing."""
-    assert normalize_path(path) == normal
-    assert normalize_path(normal) == normal
+    assert normalize_path(path) == normalize_path(normal) == normal
 
 
 @given(st.lists(st.sampled_from(["/", "//", "/.", "/..", "a", "%61", "%2e", "%2F", ".", "%25", "b"]), max_size=12))

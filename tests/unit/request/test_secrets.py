@@ -1,41 +1,86 @@
-"""What a request's secret is, and that nothing but a keyed hash of it is read."""
+"""What a request's secret is, which names say that a value is one, and that nothing but a keyed hash of it is read or shown."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 import extproc.apis  # noqa: F401  # which say where each API's secret stands
+from extproc.cli.main import main
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import parse_line
-from extproc.engine.recording import record_body, record_head
-from extproc.ext_proc.answers.metadata import write_metadata
-from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.request.fingerprint import NO_BODY
-from extproc.request.hash_key import HashKey
+from extproc.operator.events import LoopEvents
+from extproc.pb.external_processor_pb2 import ProcessingRequest
+from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest, StatedFacts, compile_descriptors
 from extproc.request.limit_keys import FirstOf
-from extproc.request.secrets import extract_secret
+from extproc.request.secrets import extract_secret, find_secrets, may_stand_in_query, says_secret
 from tests.support.bundles import check, plain, refused, spec
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
-from tests.support.service import metadata_of
+from tests.support.messages import body, headers
+from tests.support.operated import Operated
+from tests.support.service import decoded, exchange, list_uncounted, make_service, metadata_of
+from tests.support.session_limits import limited, status
 
 KEY = HashKey(bytes(range(32)))
 CALLER = FirstOf(first_of=["jwt:sub", "credential", "header:x-user-id"], name="caller")
+SECRET = "sk-very-secret"
+HIDDEN = PROCESS_KEY.hide(SECRET)
 
 CHAT, MESSAGES, GEMINI = "/v1/chat/completions", "/v1/messages", "/v1beta/models/m:generateContent"
 BEDROCK = "/model/m/converse"
 SIGNED = "AWS4-HMAC-SHA256 Credential=AKIAEXAMPLE/20260101/us-east-1/bedrock/aws4_request, SignedHeaders=host, Signature="
+LOOPING: dict[str, Any] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+
+SECRETS = [
+    "ocp-apim-subscription-key", "x-litellm-api-key", "x-portkey-api-key", "cf-aig-authorization", "helicone-auth",
+    "x-amz-security-token", "api_key", "access_token", "key", "apikey", "apiKey", "APIKey", "X-API-KEY", "accessToken",
+    "AWSAccessKeyId", "x-accesstoken", "private-token", "x-vault-token", "client_secret", "clientSecret", "secretid",
+    "set-cookie", "cookie2", "x-session-cookie", "oauth_token", "OAuth2", "x-authz", "authentication", "authorisation",
+    "X-HTTP-AUTHORIZATION", "basicauth", "auth[token]", "x-auth", "authKey", "api_tokens", "tokens_key", "x-author-token",
+    "password", "x-goog-credential", "X-Amz-Signature", "sig", "jwt", "id_token", "idempotency-key", "key2",
+]  # fmt: skip
+OPEN = [
+    "x-author", "author", "authors", "x-authority", "authenticity", "coauthored-by", "max_tokens", "maxTokens", "tokens",
+    "x-token-estimate", "tokenCount", "token_limit", "tokenizer", "monkey", "x-monkey-id", "Turkey", "donkeys", "keyboard",
+    "keyword", "hockey", "secretary", "x-portkey-provider", "x-user-id", "design", "x-session-id", "", "-", "model",
+]  # fmt: skip
 
 
-def ask(path: str = "/", claims: Mapping[str, str] = MappingProxyType({}), /, **headers: str) -> HttpRequest:
+@pytest.mark.parametrize("name", [*SECRETS, *OPEN])
+def test_a_name_says_whether_its_value_is_a_secret(name: str) -> None:
+    """However it is spelled; callers and labels whose names only look alike stay readable."""
+    assert says_secret(name) is (name in SECRETS)
+    assert find_secrets({name, "page"}) == ({name} if name in SECRETS else set())
+
+
+def test_a_long_name_is_judged_in_linear_time() -> None:
+    """Clients choose the names of parameters. Quadratic work would take minutes here."""
+    assert not any(says_secret(part * 20_000) for part in ("mon", "kE", "a_", "token_limit_x", "author"))
+
+
+def test_generated_logs_leave_out_queries_with_secrets() -> None:
+    """A policy that reads one says that clients send it."""
+    keys = ["credential", "query:key", "query:access_token", "query:page", "header:x-api-key"]
+
+    assert [may_stand_in_query(key) for key in keys] == [True, True, True, False, False]
+
+
+# --- which secret is read
+
+
+def ask(path: str = "/", claims: Mapping[str, str] = MappingProxyType({}), /, **sent: str) -> HttpRequest:
     """A request with these headers."""
-    named = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
+    named = {name.replace("_", "-"): value.encode() for name, value in sent.items()}
     request = HttpRequest("POST", path, "host", named, StatedFacts(claims=claims))
     request.hash_key = KEY
     return request
@@ -54,96 +99,70 @@ def test_a_hash_tells_secrets_and_keys_apart() -> None:
     found = {key.hide(secret) for key in (KEY, other) for secret in ("sk-1", "sk-2", "")}
 
     assert len(found) == 6
+    assert all(re.fullmatch("[0-9a-f]{16}", each) for each in found)
     assert KEY.hide("sk-1") == HashKey(KEY.secret).hide("sk-1")
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "secret"),
+    ("key", "request_", "secret"),
     [
-        (CHAT, {"authorization": "Bearer right", "x_api_key": "other", "x_goog_api_key": "other"}, "right"),
-        (CHAT, {"x_api_key": "other", "api_key": "right"}, "right"),  # Azure
-        (MESSAGES, {"authorization": "Bearer other", "x_api_key": "right"}, "right"),
-        (MESSAGES, {"authorization": "Bearer right"}, "right"),
-        (GEMINI, {"authorization": "Bearer other", "x_goog_api_key": "right"}, "right"),
-        (f"{GEMINI}?key=right", {"authorization": "Bearer other"}, "right"),
-        (BEDROCK, {"authorization": f"{SIGNED}ab12", "x_api_key": "other"}, "AKIAEXAMPLE"),
-        ("/other", {"authorization": "Bearer right", "x_api_key": "other", "api_key": "other"}, "right"),
-        ("/other", {"x_goog_api_key": "other", "api_key": "other", "x_api_key": "right"}, "right"),
-        ("/other?key=other", {"x_goog_api_key": "other", "api_key": "right"}, "right"),
-        ("/other?key=other", {"x_goog_api_key": "right"}, "right"),
-        ("/other?a=b&key=right", {"x_user_id": "other"}, "right"),
-        (CHAT, {"authorization": "Bearer", "api_key": "right"}, "right"),  # which SDKs send whose key is empty
-    ],
-)
-def test_a_credential_is_what_the_api_of_the_path_asks_for(path: str, headers: dict[str, str], secret: str) -> None:
-    """Its own header goes first, then those that others use."""
-    assert read(ask(path, **headers)) == KEY.hide(secret)
-
-
-def test_a_request_without_a_secret_has_none() -> None:
-    """Neither an empty header nor one of another purpose is a credential."""
-    assert read(ask(CHAT, x_user_id="ann", cookie="c=1", authorization="")) == ""
-
-
-@pytest.mark.parametrize(
-    ("value", "secret"),
-    [
-        ("bearer  sk-1 ", "sk-1"),
-        ("Basic YTpi", "YTpi"),
-        ("sk-1", "sk-1"),
-        ("Basic", ""),
-        ("", ""),
-        (f"{SIGNED}1", "AKIAEXAMPLE"),
-        ("aws4-hmac-sha256 SignedHeaders=host,Credential=AK2/x, Signature=1", "AK2"),
-        ("AWS4-ECDSA-P256-SHA256 Credential=AK3, Signature=1", "AK3"),
-        ("AWS4-HMAC-SHA256 Signature=1", "Signature=1"),
-    ],
-)
-def test_the_secret_of_a_header(value: str, secret: str) -> None:
-    """It stands behind the scheme; a signature, which is another one with every request, is none."""
-    assert extract_secret(value) == secret
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "credential",
+        # the API's own header goes first, then those that others use
+        ("credential", ask(CHAT, authorization="Bearer right", x_api_key="other", x_goog_api_key="other"), "right"),
+        ("credential", ask(CHAT, x_api_key="other", api_key="right"), "right"),  # Azure
+        ("credential", ask(MESSAGES, authorization="Bearer other", x_api_key="right"), "right"),
+        ("credential", ask(MESSAGES, authorization="Bearer right"), "right"),
+        ("credential", ask(GEMINI, authorization="Bearer other", x_goog_api_key="right"), "right"),
+        ("credential", ask(f"{GEMINI}?key=right", authorization="Bearer other"), "right"),
+        ("credential", ask(BEDROCK, authorization=f"{SIGNED}ab12", x_api_key="other"), "AKIAEXAMPLE"),
+        ("credential", ask("/other", authorization="Bearer right", x_api_key="other", api_key="other"), "right"),
+        ("credential", ask("/other", x_goog_api_key="other", api_key="other", x_api_key="right"), "right"),
+        ("credential", ask("/other?key=other", x_goog_api_key="other", api_key="right"), "right"),
+        ("credential", ask("/other?key=other", x_goog_api_key="right"), "right"),
+        ("credential", ask("/other?a=b&key=right", x_user_id="other"), "right"),
+        ("credential", ask(CHAT, authorization="Bearer", api_key="right"), "right"),  # of SDKs whose key is empty
+        ("credential", ask(CHAT, x_user_id="ann", cookie="c=1", authorization=""), ""),
+        # whatever key a policy names, a secret is read as its hash
+        ("query:key", ask("/?key=sk-1"), "sk-1"),
         *(
-            f"header:{name}"
-            for name in ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key")
+            (f"header:{name.replace('_', '-')}", ask("/", **{name: "sk-1"}), "sk-1")
+            for name in ("authorization", "proxy_authorization", "cookie", "x_api_key", "api_key", "x_goog_api_key")
         ),
-        "query:key",
     ],
 )
-def test_keys_of_that_kind_have_hashes_for_values(key: str) -> None:
-    """Whatever key a policy names, the secret is read as 16 hex digits that need the hash key."""
-    name = key.partition(":")[2].replace("-", "_")
-    request = ask("/?key=sk-1" if key == "query:key" else "/", **({} if key in ("credential", "query:key") else {name: "sk-1"}))
-    if key == "credential":
-        request = ask("/", authorization="Bearer sk-1")
-
-    assert read(request, key) == KEY.hide("sk-1")
-    assert re.fullmatch("[0-9a-f]{16}", KEY.hide("sk-1"))
-    assert KEY.hide("sk-1") != HashKey(bytes(32)).hide("sk-1")
-
-
-def test_no_descriptor_or_composite_has_the_secret() -> None:
-    """Nor has the query in a composite, whose other values stay."""
-    engine = make_engine(policy("p", ANY, limit_keys=["credential", "header:authorization", "query:key", "header:x-api-key"]))
-    request = ask("/?key=sk-secret&a=b", authorization="Bearer sk-secret", x_api_key="sk-secret")
-    evaluation = engine.prepare(request, key=KEY)
-    assert evaluation is not None
-    evaluation.read_body(NO_BODY)
-    (candidate,) = evaluation.enforcing.candidates
-
-    hidden = KEY.hide("sk-secret")
-    assert candidate.composite.startswith(f"POST|/|a=b&key={hidden}|00000000|")
-    assert "sk-secret" not in candidate.composite
-    assert dict(candidate.values) == dict.fromkeys(["credential", "authorization", "key", "x-api-key"], hidden)
+def test_a_secret_is_read_as_its_hash(key: str, request_: HttpRequest, secret: str) -> None:
+    """A request without one has none."""
+    assert read(request_, key) == (KEY.hide(secret) if secret else "")
 
 
 @pytest.mark.parametrize(
-    ("claims", "headers", "value"),
+    ("header", "value", "secret"),
+    [
+        ("authorization", "bearer  sk-1 ", "sk-1"),
+        ("authorization", "Basic YTpi", "YTpi"),
+        ("authorization", "sk-1", "sk-1"),
+        ("authorization", "Basic", ""),
+        ("authorization", "", ""),
+        # a signature is another one with every request
+        ("authorization", f"{SIGNED}1", "AKIAEXAMPLE"),
+        ("authorization", "aws4-hmac-sha256 SignedHeaders=host,Credential=AK2/x, Signature=1", "AK2"),
+        ("authorization", "AWS4-ECDSA-P256-SHA256 Credential=AK3, Signature=1", "AK3"),
+        ("authorization", "AWS4-HMAC-SHA256 Signature=1", "Signature=1"),
+        # only `authorization` has schemes of any name: values that begin with equal words must not become one caller
+        ("helicone-auth", "Bearer sk-1", "sk-1"),
+        ("x-litellm-api-key", "bearer sk-1", "sk-1"),
+        ("x-team-key", "blue team", "blue team"),
+        ("cookie", "a=b; c=d", "a=b; c=d"),
+        ("proxy-authorization", "Custom sk-1", "sk-1"),
+    ],
+)
+def test_the_secret_of_a_header_is_behind_its_scheme(header: str, value: str, secret: str) -> None:
+    """If it has one."""
+    assert extract_secret(value, header) == secret
+    assert header != "authorization" or extract_secret(value) == secret
+
+
+@pytest.mark.parametrize(
+    ("claims", "sent", "value"),
     [
         ({"sub": "ann"}, {"authorization": "Bearer sk-1", "x_user_id": "bob"}, "jwt:sub:ann"),
         ({}, {"authorization": "Bearer sk-1", "x_user_id": "bob"}, f"credential:{KEY.hide('sk-1')}"),
@@ -152,31 +171,30 @@ def test_no_descriptor_or_composite_has_the_secret() -> None:
         ({}, {}, ""),
     ],
 )
-def test_the_first_of_several_keys(claims: dict[str, str], headers: dict[str, str], value: str) -> None:
+def test_the_first_of_several_keys(claims: dict[str, str], sent: dict[str, str], value: str) -> None:
     """Its value says where it comes from, so that no client can claim to be a caller of another source."""
-    assert read(ask("/", claims, **headers), CALLER) == value
+    assert read(ask("/", claims, **sent), CALLER) == value
 
 
-def test_its_name_is_the_descriptors() -> None:
+def test_the_name_of_several_keys_is_the_descriptors() -> None:
     """Beside a key of the same name it keeps it, and the other is written in full."""
     assert [found.name for found in compile_descriptors([CALLER, "header:x-team"])] == ["caller", "x-team"]
     assert [found.name for found in compile_descriptors([CALLER, "header:caller"])] == ["caller", "header:caller"]
 
 
-def test_it_is_missing_only_where_none_of_them_is_there() -> None:
-    """What is reported as missing is its name."""
-    engine = make_engine(policy("p", ANY, limit_keys=[CALLER.model_dump()]))
-    here, none = engine.prepare(ask("/", x_user_id="a")), engine.prepare(ask("/"))
-    assert here is not None
-    assert none is not None
+def test_several_keys_are_missing_only_where_none_is_there() -> None:
+    """What is reported as missing is their name."""
+    service = make_service(policy("p", ANY, limit_keys=[CALLER.model_dump()]))
 
-    assert (here.enforcing.missing, here.enforcing.left_out) == ([], [])
-    assert (none.enforcing.missing, none.enforcing.left_out) == ([("p", "caller")], [("p", "", "missing_descriptor")])
+    exchange(service, headers(end=True, x_user_id="a"))
+    assert list_uncounted(service) == {}
+    exchange(service, headers(end=True))
+    assert list_uncounted(service) == {"missing_descriptor": 1}
 
 
 @pytest.mark.parametrize("place", ["limit_keys", "ramp_by"])
-def test_what_is_wrong_with_one_is_told_at_its_place(place: str) -> None:
-    """Each element of it is checked, and its name."""
+def test_what_is_wrong_with_several_keys_is_told_at_its_place(place: str) -> None:
+    """Each element is checked, and the name."""
     wrong = {"first_of": ["jwt:sub", "user", "body:/user"], "name": "credential", "more": 1}
     errors = [
         (pointer, message.partition(" ")[0]) for pointer, message in plain(refused(spec(**{place: ["credential", wrong]})))
@@ -190,49 +208,170 @@ def test_what_is_wrong_with_one_is_told_at_its_place(place: str) -> None:
     ]
 
 
-def test_a_policy_may_have_it_wherever_callers_are_chosen() -> None:
-    """In its own keys, in those of its rules, and where a share of callers is acted on."""
+CONFIG = {"tokens_per_second": 1, "burst": 1}
+RULE = {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "token_bucket", "algorithm_config": CONFIG}
+
+
+def test_several_keys_stand_wherever_callers_are_chosen() -> None:
+    """In a policy's own keys, in those of its rules, and where a share of callers is acted on."""
     key = CALLER.model_dump()
-    rule = {
-        "name": "r",
-        "limit_keys": [key],
-        "algorithm": "token_bucket",
-        "algorithm_config": {"tokens_per_second": 1, "burst": 9},
-    }
-    found = check(spec(limit_keys=[key], ramp_by=[key], enforce_percent=5, rules=[rule]))
+    found = check(spec(limit_keys=[key], ramp_by=[key], enforce_percent=5, rules=[RULE | {"limit_keys": [key]}]))
     (chosen,) = found.sources[0].policies
 
     assert chosen.spec.all_limit_keys() == [CALLER]
 
 
-@pytest.mark.parametrize("plain", [False, True])
+def test_each_of_several_secrets_is_a_caller() -> None:
+    """As for the credentials of known APIs: a junk header in front must not make a new caller."""
+    key: Any = {"first_of": ["header:x-portkey-api-key", "header:helicone-auth"], "name": "caller"}
+    operated = Operated(policy("p", ANY, limit_keys=[key]), record=True)
+    caller = metadata_of(decoded(exchange(operated.service, headers(end=True, helicone_auth="Bearer sk-1"))[-1]))["tenant"]
+    operated.give(kind="block", caller=caller, seconds=60, reason="r")
+
+    sent = headers(end=True, x_portkey_api_key="junk", helicone_auth="Bearer sk-1")
+    assert status(decoded(exchange(operated.service, sent)[-1])) == 429
+
+
+# --- where it is shown
+
+
+@pytest.mark.parametrize("name", [name for name in SECRETS if name.replace("-", "").replace("_", "").isalnum()])
+def test_a_secret_is_nowhere_though_callers_are_shown(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As a header and as a parameter: not in logs, events, rows or composites; its hash is."""
+    keys = [f"header:{name}", f"query:{name}"]
+    operated = Operated(policy("p", ANY, limit_keys=keys, labels=keys[:1], **LOOPING), show_callers=True)
+    asked = headers(f"/v1/x?a=b&{name}={SECRET}")
+    asked.request_headers.headers.headers.add(key=name.lower(), raw_value=SECRET.encode())
+    for _ in range(3):
+        exchange(operated.service, asked, body(b"{}"))
+    rows = operated.ask("/loops")["conversations"]
+    events: list[Any] = []
+    look = LoopEvents(lambda *event: events.append(event[2]), lambda: True).look
+    look(operated.service.reporter.loops.copy(), time.time())
+    logged = [vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING]
+
+    shown = rows[0]["descriptors"], logged[0]["descriptors"], events[0]["caller"]
+    assert [[*each.values()] for each in shown] == [[HIDDEN, HIDDEN]] * 3
+    assert SECRET not in f"{rows}{logged}{events}{operated.read()}"
+
+
+@pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize(
-    ("path", "headers"),
+    ("path", "sent"),
     [
-        (CHAT, {"authorization": "Bearer sk-secret"}),
-        (MESSAGES, {"authorization": "Bearer sk-secret"}),
+        (CHAT, {"authorization": f"Bearer {SECRET}"}),
+        (MESSAGES, {"authorization": f"Bearer {SECRET}"}),
         (BEDROCK, {"authorization": f"{SIGNED}ab12"}),
-        (f"{GEMINI}?key=sk-secret&alt=sse", {}),
-        ("/other", {"x_goog_api_key": "sk-secret", "cookie": "sk-secret"}),
+        (f"{GEMINI}?key={SECRET}&alt=sse", {}),
+        ("/other", {"x_goog_api_key": SECRET, "cookie": SECRET}),
         ("/other", {"x_user_id": "ann"}),
+        (f"/v1/x?accessToken={SECRET}&a=b", {"x_litellm_api_key": SECRET}),
+        (f"/v1/x?accessToken={SECRET}&a=b", {"x_auth_session_id": SECRET}),
     ],
 )
-def test_a_record_has_the_hash_and_replays_as_the_same_caller(
-    path: str, headers: dict[str, str], plain: bool
-) -> None:  # a parameter
-    """A replay needs no key. What a request does not show is not recorded, plain or hashed."""
+def test_a_record_has_hashes_and_replays_as_the_same_caller(path: str, sent: dict[str, Any], shown: bool) -> None:
+    """A replay needs no key. Secrets are hashed whether a policy reads them or not, and though callers are shown."""
     keys = ["credential", "header:authorization", "header:cookie", "query:key"]
-    engine = make_engine(policy("p", ANY, limit_keys=keys, missing_descriptor="share"))
-    request = ask(path, **headers)
-    live = engine.prepare(request, key=KEY)
-    assert live is not None
-    live.read_body(NO_BODY)
-    made = record_head(request, request.facts, live.plans, plain=plain)
-    record_body(made, NO_BODY, "", 1.0)
-    record = metadata_of(ProcessingResponse.FromString(write_metadata({"record": made})))["record"]
+    session = {"keys": ["header:x-*-session-id", "header:x-litellm-api-key"]}
+    policies = [
+        policy("p", ANY, limit_keys=keys, missing_descriptor="share"),
+        limited(max_steps=3, session=session),
+    ]
+    service = make_service(*policies, record=True, show_callers=shown)
 
-    replayed = Judge(engine, 100, HashKey()).judge(parse_line(json.dumps({"loop_record": record}).encode()))
+    told = metadata_of(decoded(exchange(service, headers(path, **sent), body(b"{}"))[-1]))
 
+    line = json.dumps({"loop_record": told["record"]}).encode()
+    replayed = Judge(make_engine(*policies), 100, HashKey()).judge(parse_line(line))
     assert replayed is not None
-    assert replayed[0].enforcing.candidates[0].values == live.enforcing.candidates[0].values
-    assert "sk-secret" not in json.dumps(record)
+    assert replayed[0].enforcing.candidates[0].tenant == told["tenant"]
+    assert SECRET not in json.dumps(told)
+    for name in ("x_litellm_api_key", "x_auth_session_id"):
+        assert name not in sent or told["record"]["headers"][name.replace("_", "-")] == HIDDEN
+    assert "accessToken" not in path or f"accessToken={HIDDEN}" in told["record"]["query"]
+
+
+def test_explain_shows_the_hash_of_every_such_value(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of labels, in the composite and in its query, whose other values stay."""
+    file = tmp_path / "p.json"
+    keys = ["credential", "query:key", "header:x-portkey-api-key"]
+    file.write_text(json.dumps(policy("p", ANY, limit_keys=keys, labels=["header:helicone-auth"], **LOOPING)))
+    sent = [
+        "-H",
+        f"x-portkey-api-key: {SECRET}",
+        "-H",
+        f"helicone-auth: Bearer {SECRET}",
+        "-H",
+        f"authorization: Bearer {SECRET}",
+    ]
+
+    assert main(["explain", "--policy", str(file), *sent, f"http://h/v1/x?access_token={SECRET}&key={SECRET}&page=2"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"GET\|/v1/x\|access_token=([0-9a-f]{16})&key=\1&page=2\|00000000\|credential=\1\|key=\1\|x-portkey-api-key=\1", shown
+    )
+    assert SECRET not in shown
+
+
+# --- orders and rules by value
+
+
+def _claiming(value: str) -> ProcessingRequest:
+    message = headers()
+    message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"payload": {"key": value}})
+    return message
+
+
+_LITELLM = policy("p", ANY, limit_keys=["header:x-litellm-api-key"])
+_IN_BODY = [policy("p", ANY, limit_keys=[key]) for key in ("body:/api_key", "body:/user/accessToken")]
+_CHATTING = [limited(max_steps=3, session={"keys": [key]}) for key in ("header:x-chat-token", "body:/prompt_cache_key")]
+
+
+@pytest.mark.parametrize(
+    ("made", "order", "message", "data"),
+    [
+        (_LITELLM, {"caller": {"x-litellm-api-key": SECRET}}, headers(x_litellm_api_key=SECRET), {}),
+        (_LITELLM, {"caller": {"x-litellm-api-key": HIDDEN}}, headers(x_litellm_api_key=SECRET), {}),
+        (policy("p", ANY, limit_keys=["jwt:key"]), {"caller": {"key": SECRET}}, _claiming(SECRET), {}),
+        (_IN_BODY[0], {"caller": {"/api_key": SECRET}}, headers(), {"api_key": SECRET}),
+        (_IN_BODY[1], {"caller": {"/user/accesstoken": SECRET}}, headers(), {"user": {"accessToken": SECRET}}),
+        (
+            _CHATTING[0],
+            {"kind": "kill", "session": {"header:x-chat-token": SECRET}},
+            headers(x_chat_token=SECRET, x_team="t"),
+            {},
+        ),
+        (
+            _CHATTING[1],
+            {"kind": "kill", "session": {"body:/prompt_cache_key": "c-1"}},
+            headers(x_team="t"),
+            {"prompt_cache_key": "c-1"},
+        ),
+    ],
+)
+def test_an_order_by_value_finds_caller_and_session(
+    made: dict[str, Any], order: dict[str, Any], message: ProcessingRequest, data: dict[str, Any]
+) -> None:
+    """Its secret is hashed as those of requests are; a claim of such a name is no secret."""
+    operated = Operated(made, record=True)
+    sent = message, body(json.dumps(data).encode())
+    before = decoded(exchange(operated.service, *sent)[-1])
+    operated.give(**{"kind": "block", "seconds": 60, "reason": "r", **order})
+
+    assert status(before) == 200
+    assert "body" not in str(made["spec"]["limit_keys"]) or metadata_of(before)["tenant"] == HIDDEN
+    assert status(decoded(exchange(operated.service, *sent)[-1])) == 429
+
+
+@pytest.mark.parametrize("value", ["gold", PROCESS_KEY.hide("gold")], ids=["value", "hash"])
+def test_a_match_may_name_a_secret_or_its_hash(value: str) -> None:
+    """A rule that names `x-auth-plan` compares what the bundle says."""
+    rule = RULE | {"match": {"header:x-auth-plan": value}}
+    service = make_service({"id": "p", "spec": {"selector": ANY, "mode": "enforce", "rules": [rule]}})
+
+    statuses = [
+        status(decoded(exchange(service, headers(end=True, x_user_id="ann", x_auth_plan=plan))[-1]))
+        for plan in ("gold", "gold", "free", "free")
+    ]
+
+    assert statuses == [200, 429, 200, 200]
