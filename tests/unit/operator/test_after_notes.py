@@ -17,7 +17,7 @@ from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.states import read_state
 from extproc.operator.canary.verdict import Rules
 from extproc.operator.loop_rows import LoopDocument
-from extproc.operator.session_table import RunName, SessionTable
+from extproc.operator.session_table import SessionTable
 from extproc.sessions.prices import Prices
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import Standing
@@ -25,6 +25,7 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.service import exchange, make_service
+from tests.support.session_runs import note, settle
 from tests.support.turn_writers import Did, as_chat
 
 LADDER: dict[str, Any] = {
@@ -195,12 +196,12 @@ def test_tokens_before_and_after_a_note_are_told(settled: int, told: tuple[int, 
     converse(service, "one", [*[STUCK] * 3, OTHER])
     document = service.reporter.loops.make_document(shows_callers=False)
     (row,) = document.rows
-    table, name = SessionTable(), RunName(row.tenant, "p", "enforce", row.session)
+    table, known = SessionTable(), {"tenant": row.tenant, "session": row.session}
     for number, (second, tokens) in enumerate(((-2, 100), (-1, 100), (0, 150), (1, 170)), 1):
-        known: dict[str, Any] = {"standing": Standing(steps=number), "call": number.to_bytes(8), "now": row.first + second}
-        table.note(name=name, caller=[], model="m", tools=(), **known)
+        standing, now = Standing(steps=number), row.first + second
+        note(table, standing, number, now=now, **known)
         if number <= settled:
-            table.settle(name=name, model="m", status=200, usage=Usage(tokens, 20, 0, 0), **known)
+            settle(table, standing, number, now=now, usage=Usage(tokens, 20, 0, 0), **known)
 
     runs = table.make_document(shows_callers=False).rows
     (loop,) = describe_loops(document, Prices(None), runs, shows_callers=False, now=row.last)

@@ -26,15 +26,14 @@ from tests.support.messages import body, headers
 from tests.support.operated import Operated
 from tests.support.pages import Outline
 from tests.support.service import exchange, make_service
-
-TENANT, SESSION = "a" * 16, "5" * 16
+from tests.support.session_runs import SESSION, TENANT, note
 
 
 def note_agents(table: SessionTable, agents: Sequence[tuple[str, str]], *, mode: str = "enforce") -> None:
     """Requests of a session's agents, each with the limit that refuses it."""
     for agent, limit in agents:
         standing = Standing(LIMITS.index(limit) if limit else 0, 9, 8, steps=4, cost=10**9, tree=TreeStanding(2, 7))
-        table.note((TENANT, "agents", mode, SESSION), [], standing, "m", (), agent.encode(), time.time(), agent=agent)
+        note(table, standing, now=time.time(), agent=agent, policy="agents", mode=mode, caller=[])
 
 
 def make_night() -> Service:

@@ -20,7 +20,7 @@ from extproc.errors import LoopguardError
 from extproc.metrics import Metrics
 from extproc.operator import events as events_module
 from extproc.operator.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
-from extproc.operator.session_table import RunName, SessionTable
+from extproc.operator.session_table import SessionTable
 from extproc.settings import Settings
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.documents import policy
@@ -28,6 +28,7 @@ from tests.support.harness import eventually
 from tests.support.messages import headers
 from tests.support.receivers import CA, receiving
 from tests.support.service import make_service, repeat
+from tests.support.session_runs import note
 
 ANY = {"pathPrefix": "/"}
 
@@ -204,8 +205,7 @@ def test_a_session_meets_a_limit_and_is_killed_once() -> None:
         *[Standing(1) for _ in range(2)],
     ]
     for now, standing in enumerate(standings):
-        name = RunName("a" * 16, "p", "enforce", "5" * 16)
-        table.note(name, [("user", "secret")], standing, "m", "", bytes([now]), 1_000.0 + now)
+        note(table, standing, now, now=1_000.0 + now, caller=[("user", "secret")])
         watcher.look(table.copy())
 
     assert [(kind, subject, data["limit"], data["killed"]) for kind, subject, data in told.events] == [

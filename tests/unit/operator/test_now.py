@@ -67,7 +67,8 @@ def test_page_and_top_agree_about_now(
     clock, made = Ahead(monkeypatch), Operated(*policies)
     clock.seconds = -ago
     loop(made)
-    for clock.seconds, kind in enumerate(kinds, 20):  # whole minutes are left, even if this takes some seconds
+    for seconds, kind in enumerate(kinds, 20):  # whole minutes are left, even if this takes some seconds
+        clock.seconds = seconds
         if kind == "request":
             loop(made)
         else:

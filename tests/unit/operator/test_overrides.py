@@ -370,6 +370,16 @@ def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:
     assert send_steps(both.services[0], [13]) == ["max_steps"]
 
 
+def test_calls_of_one_tool_that_several_grants_add_are_summed() -> None:
+    """On every replica, for that tool alone."""
+    both = operate(2, limited(max_calls_per_tool={"run": 1}))
+    for replica, tool in ((0, "run"), (1, "run"), (0, "other")):
+        both.give(replica, kind="grant", session=TARGET["session"], tools={tool: 1})
+    both.refresh()
+
+    assert send_steps(both.services[1], range(5)) == ["", "", "", "", "max_calls_per_tool"]
+
+
 def test_grants_are_bounded_together() -> None:
     """However many are given, what they add stays in the range in which everything is counted exactly."""
     assert sum_grants([order(GRANT, grant=MAX_GRANT)] * 10_000) == MAX_GRANT[:3]

@@ -20,7 +20,6 @@ from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Target
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.loop_page import draw_charts
 from extproc.operator.loop_rows import MINUTES
-from extproc.operator.session_table import RunName
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.browser import BROWSER, Browser, browsing
 from tests.support.budget_policies import ask, bucket, limited
@@ -31,6 +30,7 @@ from tests.support.operated import Operated
 from tests.support.orders import USER
 from tests.support.pages import Outline
 from tests.support.service import exchange, make_service, repeat
+from tests.support.session_runs import note
 
 PATHS = ("", f"sessions/{'5' * 16}", "canary", "coverage")
 """All pages for people."""
@@ -49,8 +49,8 @@ def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  
     """A session that has met a limit."""
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
     standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
-    run = RunName(**{"tenant": "a" * 16, "policy": "agents", "mode": "enforce", "session": "5" * 16, **changes})
-    service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, (name,), b"", time.time(), agent="1" * 16)
+    known: dict[str, Any] = {"caller": [("x-user-id", name)], "model": name, "tools": (name,), "agent": "1" * 16}
+    note(service.reporter.sessions, standing, now=time.time(), **{"policy": "agents", **known, **changes})
 
 
 def make_night(name: str = "storm") -> Service:

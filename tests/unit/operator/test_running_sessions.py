@@ -13,16 +13,17 @@ from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.run_report import explain_end
 from extproc.operator.admin.session_report import describe_session, report_sessions
 from extproc.operator.agents import MAX_SHOWN
-from extproc.operator.board import View, unpack_all
-from extproc.operator.session_rows import SessionDocument, SessionRow, merge_sessions
-from extproc.operator.session_table import RunName, SessionTable
+from extproc.operator.board import View
+from extproc.operator.session_rows import SessionDocument
+from extproc.operator.session_table import SessionTable
 from extproc.store.rules.session import LIMITS, Standing
 from extproc.store.rules.tree import TreeStanding
+from tests.support import session_runs
 from tests.support.operated import operate
 from tests.support.service import make_service
 from tests.support.session_limits import ask, limited, turns
+from tests.support.session_runs import SESSION, TENANT, list_rows
 
-TENANT, SESSION = "a" * 16, "5" * 16
 NOW = 1_000.0
 
 
@@ -31,14 +32,7 @@ def note(table: SessionTable, now: float, agent: str = "", limit: str = "", **ch
     known: dict[str, Any] = {"steps": 4, "blocks": int(bool(limit)), "killed": int(limit == "killed")}
     place = LIMITS.index(limit) if limit else 0
     standing = Standing(place, 9, 8, age_ms=round(now % 1_000) * 1_000, tree=TreeStanding(8, 1), **known)
-    name = RunName(**{"tenant": TENANT, "policy": "p", "mode": "enforce", "session": SESSION, **changes})
-    table.note(name, [], standing, "m", (), agent.encode(), now, agent=agent)
-
-
-def merge(*tables: SessionTable) -> list[SessionRow]:
-    """What replicas with these tables know together, through their boards."""
-    packed = {str(place): table.make_document(shows_callers=True).pack() for place, table in enumerate(tables)}
-    return merge_sessions((row for document in unpack_all(packed, SessionDocument).values() for row in document.rows), 0)
+    session_runs.note(table, standing, now=now, agent=agent, **changes)
 
 
 AGENT_LIMITS = ("max_agents", "max_concurrent_agents", "max_spawns_per_minute", "max_depth")
@@ -65,7 +59,7 @@ def test_session_goes_on_while_any_agent_does(requests: list[tuple[float, str, s
     for seconds, agent, limit in requests:
         note(table, NOW + seconds, agent, limit)
         note(shadow, NOW + seconds, agent, limit, mode="shadow")
-    (row,), (watched,) = merge(table), merge(shadow)
+    (row,), (watched,) = list_rows(table), list_rows(shadow)
 
     assert {seconds: explain_end(row, NOW + seconds) for seconds in ends} == ends
     assert explain_end(watched, NOW + 2) is None  # shadow policies refuse nothing
@@ -79,7 +73,7 @@ def test_refused_agents_never_push_out_active_ones() -> None:
         for number in range(3 * MAX_SHOWN):
             note(table, NOW + number / 10, f"{place} {number}", "max_agents")
 
-    (row,) = merge(*tables)
+    (row,) = list_rows(*tables)
 
     assert len(row.agents) == MAX_SHOWN
     assert {agent.name for agent in row.agents if not agent.refused} == {"active 0", "active 1"}
@@ -91,7 +85,7 @@ def test_session_whose_agents_did_not_fit_is_not_called_ended() -> None:
     table = SessionTable()
     note(table, NOW, "one")
     note(table, NOW + 1, "two", "max_agents")
-    (row,) = merge(table)
+    (row,) = list_rows(table)
     row.agents, row.calls, row.events = [], [], []
 
     assert (explain_end(row, NOW + 2), explain_end(row, NOW + 62)) == (None, "refused")
@@ -106,7 +100,7 @@ def test_sessions_begun_by_an_agent_keep_it_running() -> None:
         note(table, now - 20, "", "max_steps", session=session * 16)
         table.link((TENANT, "p", "enforce", session * 16), [str(int(session) + 1) * 16])
 
-    view = View(SessionDocument(merge(table)), "a", ["a"], "")
+    view = View(SessionDocument(list_rows(table)), "a", ["a"], "")
     report = report_sessions(view, Selection(), shows_callers=True, now=now)
 
     assert {session["session"][0]: session["ended"] for session in report["sessions"]} == {"1": None, "2": None, "3": None}

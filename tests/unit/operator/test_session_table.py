@@ -21,52 +21,18 @@ from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.run_report import describe_steps, explain_end, order_timeline
 from extproc.operator.admin.session_report import describe_session, report_sessions
 from extproc.operator.board import View, unpack_all
-from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
-from extproc.operator.session_table import RunName, SessionTable
+from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow
+from extproc.operator.session_table import SessionTable
 from extproc.operator.table import MAX_ROWS
-from extproc.sessions.rates import Usage
 from extproc.store.rules.documents import MAX_DOCUMENT
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.operated import operate
 from tests.support.pages import Outline
+from tests.support.session_runs import SESSION, TENANT, USAGE, list_rows, name_call, note, settle
 
-TENANT, OTHER = "a" * 16, "b" * 16
-SESSION = "5" * 16
+OTHER = "b" * 16
 DOLLAR = 10**9
 SEARCH = b"srch"
-USAGE = Usage(100, 20, 30, 40)
-
-
-def name_call(number: int) -> bytes:
-    """The name of a call."""
-    return number.to_bytes(8, "little")
-
-
-def name_run(changes: dict[str, Any]) -> RunName:
-    """The name of a session; what `changes` says of it is taken out of there."""
-    known = {"tenant": TENANT, "policy": "p", "mode": "enforce", "session": SESSION}
-    return RunName(**{field: changes.pop(field, value) for field, value in known.items()})
-
-
-def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
-    """One request of a session."""
-    name = name_run(changes)
-    fields: dict[str, Any] = {"caller": [("x-team", "red")], "model": "gpt-4o", "tools": ("search",)}
-    table.note(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
-
-
-def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
-    """What became of one."""
-    name = name_run(changes)
-    fields: dict[str, Any] = {"model": "gpt-4o", "status": 200, "usage": USAGE}
-    table.settle(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
-
-
-def list_rows(*tables: SessionTable, since: float = 0) -> list[SessionRow]:
-    """What replicas with these tables know together, through their boards."""
-    packed = {str(place): table.make_document(shows_callers=True).pack() for place, table in enumerate(tables)}
-    documents = unpack_all(packed, SessionDocument)
-    return merge_sessions((row for document in documents.values() for row in document.rows), since)
 
 
 def report(*rows: SessionRow, shown: bool = True, **selection: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a selection
