@@ -26,7 +26,7 @@ IMPORTED = {
         commands costs
     """,
     "cli": """
-        commands loop_screen main packed probe
+        commands loop_screen main probe
     """,
     "cli/commands": """
         dashboards grant init ordering serve sessions top
@@ -93,6 +93,7 @@ IMPORTED = {
         acceptor fast grpc grpcio headers health http2 tls
     """,
 }
+"""Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
