@@ -104,6 +104,7 @@ IMPORTED = {
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
+"""Modules of the package that tests may import, by folder."""
 
 READERS = {
     "tests/bench/engine.py": 2,
@@ -122,7 +123,6 @@ READERS = {
     "tests/support/promql.py": 4,
     "tests/unit/apis/test_known.py": 7,
     "tests/unit/budgets/test_budget_guard.py": 1,
-    "tests/unit/cli/scan/test_watch.py": 2,
     "tests/unit/detectors/test_detectors.py": 4,
     "tests/unit/detectors/test_failures.py": 25,
     "tests/unit/detectors/test_moving_numbers.py": 5,
