@@ -44,7 +44,7 @@ IMPORTED = {
         command counts judge logs records table
     """,
     "cli/scan": """
-        atif files formats limits lines page report trajectories transcripts watch work
+        atif files formats limits lines report trajectories transcripts watch work
     """,
     "detectors": """
         actions alike arguments base canonical causes chain complaints failures keys loops nesting own_answers results
@@ -93,6 +93,7 @@ IMPORTED = {
         acceptor fast grpc grpcio headers health http2 tls
     """,
 }
+"""Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
 """Modules of the package that tests may import, by folder."""
