@@ -73,6 +73,7 @@ HOSTILE = [
     "\u2028",
     "\udcff",
     "\x00",
+    "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x202E, 0xD800, 0x1F600])),
     "\x1b]0;owned\x07\x9b2J\x7f\r\u202e",
 ]
 

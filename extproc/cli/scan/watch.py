@@ -304,7 +304,7 @@ class Watch:
         report.estimated = report.estimated or call.estimated
         if call.time:
             report.first, report.last = min(report.first or call.time, call.time), max(report.last, call.time)
-        found, history = self._judge(report, unread)
+        found, history = self.judge(report, unread)
         if found is not None:
             self._note(report, call, found, history, before)
         self._newest = _Origin(report.spent.calls, call)
@@ -318,7 +318,7 @@ class Watch:
             self._done(self._report)
             self._report = None
 
-    def _judge(self, report: RunReport, unread: str = "") -> tuple[Repeat | None, History]:
+    def judge(self, report: RunReport, unread: str = "") -> tuple[Repeat | None, History]:
         """The loop that the next request shows; `unread` is as for `ask`."""
         history = History(self._list_turns())
         INSPECTION.begin()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extproc.cli.main import main
 from tests.support.agreement import AGENTS, ask_preset
+from tests.support.command import Run, written
 from tests.support.service import make_service, metadata_of
 from tests.support.turn_writers import PATHS, SHAPES, Did
 
@@ -141,9 +141,15 @@ CASES: dict[str, Case] = {
 }
 
 
-def ask_gateway(data: bytes, path: str, folder: Path) -> str:
+OTHER_FILES = {"unknown": NO_MESSAGES, "not_json": NOT_JSON, "foreign": NOT_JSON}
+"""What `scan` says of files that are no requests, in the words of the others."""
+
+
+KEY = "authorization: Bearer sk-one"
+
+
+def ask_gateway(data: bytes, path: str) -> str:
     """What the service does."""
-    del folder
     service = make_service(TURNS)
     action = metadata_of(ask_preset(service, data, path)).get("action", "allow")
     reasons = [
@@ -155,64 +161,42 @@ def ask_gateway(data: bytes, path: str, folder: Path) -> str:
     return reasons[0] if reasons else NONE if action == "allow" else LOOP
 
 
-class Commands:
-    """The commands, by what they print."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def explain(self, data: bytes, path: str, folder: Path) -> str:
-        """Of a request with this body."""
-        (folder / "body").write_bytes(data)
-        policy = self._write_policy(folder)
-        key = "authorization: Bearer sk-one"
-        main(["explain", "--policy", policy, "-X", "POST", "-H", key, "-d", f"@{folder / 'body'}", f"http://host{path}"])
-        rows = [line.split(None, 1) for line in self._capsys.readouterr().out.splitlines() if line.strip()]
-        told = {row[0]: row[1] for row in rows}
-        return told.get("uncounted") or (NONE if told["decision"].startswith("allow") else LOOP)
-
-    def replay(self, data: bytes, path: str, folder: Path) -> str:
-        """Of a record of a request with this body."""
-        record = {"record": 1, "time": 1_790_000_000, "method": "POST", "path": path}
-        record |= {"headers": {"authorization": "Bearer sk-one"}, "body_base64": b64encode(data).decode()}
-        (folder / "log").write_text(json.dumps(record))
-        assert main(["replay", "--policy", self._write_policy(folder), "--json", str(folder / "log")]) == 0
-        (told,) = json.loads(self._capsys.readouterr().out)["policies"]
-        return next(iter(told["uncounted"]), LOOP if told["loops"] else NONE)
-
-    def scan(self, data: bytes, path: str, folder: Path) -> str:
-        """Of a file that holds only this body."""
-        del path
-        (folder / "requests.jsonl").write_bytes(data)
-        main(["scan", "--json", "--jobs", "1", str(folder / "requests.jsonl")])
-        printed = self._capsys.readouterr()
-        report = json.loads(printed.out)
-        for kind, found in report["problems"].items():
-            assert f"{found['what']}" in printed.err
-            return OTHER_FILES.get(kind) or next(iter(found["names"])).removeprefix("requests: ")
-        if not report["conversations"]:
-            assert "no file contains a conversation" in printed.err
-            return NO_MESSAGES
-        return LOOP if any(found["ends"] == found["calls"] for found in report["found"]) else NONE  # its newest call
-
-    @staticmethod
-    def _write_policy(folder: Path) -> str:
-        (folder / "policy.json").write_text(json.dumps(TURNS))
-        return str(folder / "policy.json")
+def read_explained(printed: str) -> str:
+    """What explain shows of a request with this body."""
+    told = dict(line.split(None, 1) for line in printed.splitlines() if line.strip())
+    return told.get("uncounted") or (NONE if told["decision"].startswith("allow") else LOOP)
 
 
-OTHER_FILES = {"unknown": NO_MESSAGES, "not_json": NOT_JSON, "foreign": NOT_JSON}
-"""What `scan` says of files that are no requests, in the words of the others."""
+def read_replayed(printed: str) -> str:
+    """What replay makes of a record of it."""
+    (told,) = json.loads(printed)["policies"]
+    return next(iter(told["uncounted"]), LOOP if told["loops"] else NONE)
+
+
+def read_scanned(printed: str, errors: str) -> str:
+    """What scan makes of a file that holds only this body."""
+    report = json.loads(printed)
+    for kind, found in report["problems"].items():
+        assert f"{found['what']}" in errors
+        return OTHER_FILES.get(kind) or next(iter(found["names"])).removeprefix("requests: ")
+    if not report["conversations"]:
+        assert "no file contains a conversation" in errors
+        return NO_MESSAGES
+    return LOOP if any(found["ends"] == found["calls"] for found in report["found"]) else NONE  # its newest call
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_readers_say_the_same(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Gateway, explain, replay and scan."""
-    path, body, verdict = CASES[name]
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    commands = Commands(capsys)
-    readers: list[Callable[[bytes, str, Path], str]] = [ask_gateway, commands.explain, commands.replay, commands.scan]
+    path, content, verdict = CASES[name]
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    file, policy = written(tmp_path / "requests.jsonl", data), written(tmp_path / "policy.json", TURNS)
+    record = {"record": 1, "time": 1_790_000_000, "method": "POST", "path": path, "body_base64": b64encode(data).decode()}
+    log = written(tmp_path / "log", record | {"headers": {"authorization": "Bearer sk-one"}})
 
-    said = [ask(data, path, tmp_path) for ask in readers]
+    explained = Run(capsys, "explain", "--policy", policy, "-X", "POST", "-H", KEY, "-d", f"@{file}", f"http://host{path}")
+    replayed = Run(capsys, "replay", "--policy", policy, "--json", log)
+    scanned = Run(capsys, "scan", "--json", "--jobs", "1", file)
 
-    assert said == [verdict] * 4
+    said = [read_explained(explained.out), read_replayed(replayed.out), read_scanned(scanned.out, scanned.err)]
+    assert [ask_gateway(data, path), *said] == [verdict] * 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extproc.cli.main import main
+from tests.support.command import Run
 from tests.support.scanning import scan_values
 from tests.support.transcripts import AgentSession, write_otlp, write_requests
 from tests.support.turn_writers import Did
@@ -113,13 +113,11 @@ def test_a_chat_in_the_form_of_no_api_is_named(name: str, tmp_path: Path, capsys
     (tmp_path / "chat.json").write_text(json.dumps(chat))
     page = tmp_path / "page.html"
 
-    assert main(["scan", str(tmp_path / "chat.json"), "--html", str(page)]) == 1
-    told = capsys.readouterr()
-    assert words in told.err
-    assert told.err.splitlines()[-1].endswith("no conversation in it was understood")
-    assert "looped" not in told.out
-    assert words in page.read_text()
-    assert "0 of 0" not in page.read_text()
+    run = Run(capsys, "scan", str(tmp_path / "chat.json"), "--html", str(page))
+
+    assert (run.code, words in run.err, "looped" in run.out) == (1, True, False)
+    assert run.err.splitlines()[-1].endswith("no conversation in it was understood")
+    assert (words in page.read_text(), "0 of 0" in page.read_text()) == (True, False)
 
 
 def test_what_was_not_understood_stands_beside_what_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,8 +125,7 @@ def test_what_was_not_understood_stands_beside_what_was(tmp_path: Path, capsys: 
     lines = [*write_requests(AgentSession([FAILING]), "chat"), CHATS["slack"][0], CHATS["sharegpt"][0]]
     (tmp_path / "f.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
-    assert main(["scan", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == [
+    assert Run(capsys, "scan", str(tmp_path)).out.splitlines()[:3] == [
         "0 of 1 conversation looped.",
         "1 call cannot be judged: requests: no_messages.",
         "1 value was not understood: an object with conversations.",
@@ -162,6 +159,21 @@ def make_export(*spans: dict[str, Any]) -> dict[str, Any]:
 HISTORY = json.dumps([{"role": "user", "content": "Fix it."}])
 
 
+GIVEN = {"gen_ai.request.model": "m"}
+UNKNOWN_PART = {"role": "assistant", "parts": [{"type": "tool-call", "toolName": "bash"}]}
+UNKNOWN_CALL = {"role": "assistant", "tool_calls": [{"name": "bash", "args": {}}]}
+FILES = {
+    "role": "user",
+    "parts": [{"type": "text", "content": "See this."}, {"type": "blob", "content": "aGk="}, {"type": "uri", "uri": "x"}],
+}
+AGENT = {"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HISTORY}
+
+
+def given(message: dict[str, Any]) -> dict[str, Any]:
+    """A span of a call with this message."""
+    return {**GIVEN, "gen_ai.input.messages": json.dumps([{"role": "user", "content": "Fix it."}, message])}
+
+
 @pytest.mark.parametrize(
     ("span", "words"),
     [
@@ -176,50 +188,28 @@ HISTORY = json.dumps([{"role": "user", "content": "Fix it."}])
         ({"ai.operationId": "ai.generateText", "ai.prompt": '{"messages": []}'}, "ai.prompt alone"),
         ({"langsmith.span.kind": "llm", "gen_ai.prompt": '{"messages": []}'}, "gen_ai.prompt alone"),
         ({"openinference.span.kind": "LLM", "input.value": '{"messages": []}'}, "input.value alone"),
+        (given(UNKNOWN_PART), "OTLP: a part of an unknown kind: tool-call"),
+        (given(UNKNOWN_CALL), "OTLP: tool calls in another form"),
     ],
-    ids=["pydantic-ai 1", "its agent", "pydantic-ai 2", "adk", "ai sdk", "its operation", "langsmith", "openinference"],
 )
-def test_spans_with_messages_elsewhere_are_named(span: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """By the attribute that has them."""
+def test_spans_that_are_not_understood_are_named(span: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """By the attribute that has the messages; calls that were left out would be answers that say nothing."""
     scanned = scan_values(tmp_path, [make_export(span), make_export({"http.method": "POST"})])
 
-    assert scanned.runs == []
     (name,) = scanned.problems["unread"].names
-    assert words in name
-
-
-def test_spans_of_agents_beside_their_calls_are_no_problem(tmp_path: Path) -> None:
-    """They tell once more what the spans of the calls have told, in this line or another one."""
-    agent = make_export({"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HISTORY})
-
-    scanned = scan_values(tmp_path, [agent, *write_otlp(SESSION), agent])
-
-    assert [loop[0] for loop in scanned.loops] == ["repeat"]
-    assert scanned.problems == {}
+    assert (scanned.runs, words in name) == ([], True)
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("values", "loops"),
     [
-        ({"role": "assistant", "parts": [{"type": "tool-call", "toolName": "bash"}]}, "a part of an unknown kind: tool-call"),
-        ({"role": "assistant", "tool_calls": [{"name": "bash", "args": {}}]}, "tool calls in another form"),
+        ([make_export(AGENT), *write_otlp(SESSION), make_export(AGENT)], ["repeat"]),
+        ([make_export(given(FILES))], []),
     ],
+    ids=["agents beside their calls", "files, which the conventions know"],
 )
-def test_calls_of_spans_in_another_form_are_named(message: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """Left out, they would be answers that say nothing."""
-    given = json.dumps([{"role": "user", "content": "Fix it."}, message])
+def test_other_spans_and_parts_are_no_problem(values: list[Any], loops: list[str], tmp_path: Path) -> None:
+    """Agents tell once more what the spans of the calls have told, in this line or another one."""
+    scanned = scan_values(tmp_path, values)
 
-    scanned = scan_values(tmp_path, [make_export({"gen_ai.request.model": "m", "gen_ai.input.messages": given})])
-
-    assert scanned.runs == []
-    assert list(scanned.problems["unread"].names) == [f"OTLP: {words}"]
-
-
-def test_new_parts_that_are_no_calls_are_read_as_before(tmp_path: Path) -> None:
-    """Such as files, which the conventions know."""
-    parts = [{"type": "text", "content": "See this."}, {"type": "blob", "content": "aGk="}, {"type": "uri", "uri": "x"}]
-    given = json.dumps([{"role": "user", "parts": parts}])
-
-    scanned = scan_values(tmp_path, [make_export({"gen_ai.request.model": "m", "gen_ai.input.messages": given})])
-
-    assert len(scanned.runs) == 1
+    assert ([loop[0] for loop in scanned.loops], len(scanned.runs), scanned.problems) == (loops, 1, {})

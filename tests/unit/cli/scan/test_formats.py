@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from tests.support.conversations import INNOCENT, LOOPING, word
-from tests.support.scanning import scan_values
+from tests.support.scanning import scan_file, scan_values
 from tests.support.transcripts import (
     FORMATS,
     AgentSession,
     write_atif,
     write_claude_code,
     write_codex,
+    write_gemini_cli,
+    write_lines,
     write_otlp,
     write_requests,
 )
@@ -195,6 +197,18 @@ def wrap(key: str, body: object) -> list[Any]:
     return [{key: body, "ts": 1_780_000_000}, {"data": 1, "request": {key: body}}]
 
 
+GEMINI, GEMINI_FOUR = write_gemini_cli(LOOPED), write_gemini_cli(AgentSession([FAILING] * 4))
+GONE = "cat: x: No such file or directory, and nothing like it is anywhere near"
+
+
+def with_results(result: object) -> list[Any]:
+    """Lines of Gemini CLI with other results."""
+    lines = write_gemini_cli(LOOPED)
+    for call in [call for line in lines for call in line.get("toolCalls", ())]:
+        call |= {"result": result, "resultDisplay": GONE, "status": "error"}
+    return lines
+
+
 SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]] = {
     # lines, loops, calls, and problems by name
     "formats in one file": (
@@ -303,6 +317,28 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
         {},
     ),
     "requests: a type of lines of transcripts": ([{"type": "system", **line} for line in CHAT], [REPEAT], 8, {}),
+    "Gemini CLI: a rewound session begins anew": (
+        [*GEMINI_FOUR, {"$rewindTo": "u0"}, *write_gemini_cli(AgentSession([FAILING] * 4, name="s2"))[2:]],
+        [("repeat", 1, 4, 0, 4), ("repeat", 5, 8, 0, 8)],
+        8,
+        {},
+    ),
+    "Gemini CLI: messages of a new kind": (
+        [
+            *GEMINI[:1],
+            {"id": "i", "type": "info", "content": "x"},
+            {"id": "n", "type": "novelty"},
+            {"id": "b", "type": "gemini", "toolCalls": 5},
+            *GEMINI[1:],
+        ],
+        [REPEAT],
+        8,
+        {"Gemini CLI: novelty": 1, "Gemini CLI: a message: Expected `array | null`, got `int` - at `$.toolCalls`": 1},
+    ),
+    **{
+        f"Gemini CLI: {kind}": (with_results(result), [REPEAT], 8, {})
+        for kind, result in {"a text": GONE, "parts without a response": [{"text": GONE}], "only what was shown": None}.items()
+    },
     "OTLP: log records": (log_records(), [REPEAT], 8, {}),
     "OTLP: spans in any order": (
         [{"resourceSpans": [{"scopeSpans": [{"spans": [*SPANS[::-1], OTHER_SPAN]}]}]}, {"resourceMetrics": []}],
@@ -356,6 +392,31 @@ def test_sub_agents_and_forks_keep_their_own_names(tmp_path: Path) -> None:
     assert {run.about.agent for run in sides} == {"claude-code sub-agent"}
     assert [run.about.session for run in forks] == ["own"]
     assert [(run.about.session, len(run.loops)) for run in runs] == [("outer", 0), ("s1", 1)]
+
+
+def test_a_document_of_gemini_cli_is_read_as_its_lines_are(tmp_path: Path) -> None:
+    """Older versions write one, indented; a call with the same id counts once. Folders tell the project and the agent."""
+    head, *messages = GEMINI
+    last = {message["id"]: message for message in messages if "$set" not in message}
+    chats = tmp_path / "shop" / "chats"
+    files = [
+        write_lines(chats / "session-1.jsonl", GEMINI),
+        write_lines(chats / "s1" / "agent-7.jsonl", [{**head, "sessionId": "agent-7", "kind": "subagent"}, *messages]),
+        write_lines(chats / "session-1.json", []),
+    ]
+    files[2].write_text(json.dumps({**head, "messages": list(last.values())}, indent=2))
+
+    scanned = [scan_file(file) for file in files]
+
+    assert [each.loops for each in scanned] == [[REPEAT]] * 3
+    runs = [run for each in scanned for run in each.runs]
+    assert [run.spent[:2] for run in runs] == [(8, LOOPED.add_tokens(1, 8))] * 3
+    assert runs[0].calls[::4] == runs[2].calls[::4]
+    assert [(run.about.session, run.about.root, run.about.agent) for run in runs[:2]] == [
+        ("s1", "s1", "gemini-cli"),
+        ("agent-7", "s1", "gemini-cli sub-agent"),
+    ]
+    assert {run.about.project for run in runs} == {str(tmp_path / "shop")}
 
 
 def test_copied_steps_are_history_and_cost_nothing(tmp_path: Path) -> None:

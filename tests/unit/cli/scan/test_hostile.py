@@ -1,4 +1,4 @@
-"""Whatever stands in files, it is read in bounded memory, counted and named; nothing is run, and nothing raises."""
+"""Whatever stands in files, packed or not, is read in bounded memory, counted and named; nothing is run, and nothing raises."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import socket
+import sys
 import tracemalloc
 from pathlib import Path
 from random import Random
@@ -13,208 +14,292 @@ from typing import Any
 
 import pytest
 
-from extproc.cli.scan.files import choose_paths, find_files
-from extproc.cli.scan.lines import UnreadLines
-from extproc.errors import UsageError
+from tests.support.access_logs import USER, make_record
+from tests.support.command import Run, written
+from tests.support.documents import policy
+from tests.support.engine import ANY
 from tests.support.scanning import scan_file, scan_values
-from tests.support.transcripts import FORMATS, AgentSession, write_claude_code, write_lines
+from tests.support.transcripts import (
+    FORMATS,
+    AgentSession,
+    write_claude_code,
+    write_codex,
+    write_gemini_cli,
+    write_lines,
+    write_otlp,
+    write_requests,
+)
 from tests.support.turn_writers import Did
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 FAILING = Did((("check", {"part": 1}),), ("Error: part 1 is broken. " + "It is. " * 30,))
 SESSION = AgentSession([FAILING] * 8)
 FOUND = [("repeat", 1, 4, 8, 8)]
-LINES = [json.dumps(line).encode() + b"\n" for line in write_claude_code(SESSION)]
+LONGEST = 2**20
 
 
-class TestLines:
-    """Lines that cannot be used do not disturb the others."""
-
-    def test_damaged_lines(self, tmp_path: Path) -> None:
-        """Lines that are cut off, or garbled, are counted with their places."""
-        damaged = [b'{"type":"user","mess\n', b"not json\n", b'{"a":\x80\xff}\n', b"[1,2\n"]
-
-        scanned = scan_values(tmp_path, [LINES[0], *damaged, *LINES[1:], LINES[-1][:40]])
-
-        assert scanned.loops == FOUND
-        assert scanned.count("not_json") == 5
-        assert str(scanned.problems["not_json"].places[0]).endswith("lines.jsonl:2")
-
-    def test_the_first_line_may_be_damaged(self, tmp_path: Path) -> None:
-        """A file whose first line is no JSON is tried as a document, then as lines."""
-        assert scan_values(tmp_path, [b'{"type":"us\n', *LINES]).loops == FOUND
-
-    def test_long_lines_are_skipped(self, tmp_path: Path) -> None:
-        """A line above the limit is counted, and the next one read."""
-        file = tmp_path / "f"
-        long = b'{"type":"user","x":"' + b"x" * 90_000 + b'"}\n'
-        file.write_bytes(b"".join([LINES[0], long, *LINES[1:4], long, *LINES[4:]]))
-
-        scanned = scan_file(file, longest=50_000)
-
-        assert scanned.loops == FOUND
-        assert scanned.count("too_long") == 2
-        assert [place.line for place in scanned.problems["too_long"].places] == [2, 6]
-
-    @pytest.mark.slow
-    def test_a_long_line_takes_no_memory(self, tmp_path: Path) -> None:
-        """A sparse file of 256 MB with one line is skipped in pieces."""
-        file = tmp_path / "f"
-        file.write_bytes(LINES[0])
-        os.truncate(file, 2**28)
-        tracemalloc.start()
-
-        scanned = scan_file(file, longest=2**20)
-
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert scanned.count("too_long") == 1
-        assert scanned.read == 2**28
-        assert peak < 2**25
-
-    def test_a_long_document_is_skipped(self, tmp_path: Path) -> None:
-        """An indented document above the limit is told, not read line by line."""
-        file = tmp_path / "f"
-        file.write_text(json.dumps([{"messages": "x" * 100}] * 90, indent=1))
-
-        scanned = scan_file(file, longest=2_000)
-
-        assert scanned.count("too_long") == 1
-        assert scanned.count("not_json") == 0
-
-    def test_deeply_nested_values(self, tmp_path: Path) -> None:
-        """Nesting does not exhaust the stack."""
-        deep = b'{"messages":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
-        attribute: Any = {"stringValue": "x"}
-        for _ in range(200):
-            attribute = {"arrayValue": {"values": [attribute]}}
-        export = {
-            "resourceSpans": [
-                {"scopeSpans": [{"spans": [{"attributes": [{"key": "gen_ai.input.messages", "value": attribute}]}]}]}
-            ]
-        }
-
-        scanned = scan_values(tmp_path, [deep, export, *LINES])
-
-        assert scanned.loops == FOUND
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", FORMATS)
-    def test_values_of_wrong_types(self, name: str, tmp_path: Path) -> None:
-        """Any value of any line may be anything."""
-        random = Random(8)
-        odd: list[Any] = [None, True, 0, -1.5, 1e300, "", "x", [], {}, [[]], {"a": {}}, 10**30, "\ud800", "9" * 900]
-
-        def spoil(value: Any) -> Any:  # noqa: ANN401  # JSON
-            if random.random() < 0.08:
-                return random.choice(odd)
-            if isinstance(value, dict):
-                return {key: spoil(inner) for key, inner in value.items()}
-            return [spoil(inner) for inner in value] if isinstance(value, list) else value
-
-        lines = FORMATS[name](SESSION)
-        for _ in range(60):
-            scan_values(tmp_path, [spoil(line) for line in lines])  # raises nothing
-
-        assert scan_values(tmp_path, lines).loops == FOUND
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", FORMATS)
-    def test_bytes_anywhere(self, name: str, tmp_path: Path) -> None:
-        """Damage of single bytes does no harm to other lines."""
-        random = Random(9)
-        data = b"".join(json.dumps(line).encode() + b"\n" for line in FORMATS[name](SESSION))
-        for _ in range(40):
-            damaged = bytearray(data)
-            for _ in range(random.randrange(1, 30)):
-                damaged[random.randrange(len(damaged))] = random.randrange(256)
-            scan_values(tmp_path, [bytes(damaged)])  # raises nothing
-
-        assert scan_values(tmp_path, [data]).loops == FOUND
+def join(lines: list[Any]) -> bytes:
+    """Values as lines; bytes stand there as they are."""
+    return b"".join([line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines])
 
 
-class TestFiles:
-    """Files that are no transcripts."""
+LINES = [join([line]) for line in write_claude_code(SESSION)]
+ROLLOUT = [join([line]) for line in write_codex(SESSION)]
+PACKED = zstd.compress(join(ROLLOUT), 19)
+FRAMES = zstd.compress(join(ROLLOUT[:5])) + zstd.compress(join(ROLLOUT[5:]))
+TWO_GIB_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8\x01\x00\x00"  # magic, no checksum, the window, and an empty block
+HEAD, *MESSAGES = write_gemini_cli(SESSION)
+INDENTED = json.dumps({**HEAD, "messages": [line for line in MESSAGES if "$set" not in line]}, indent=1).encode()
+LONG_LINE = b'{"type":"user","x":"' + b"x" * 90_000 + b'"}\n'
+DEEP = b'{"messages":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
+DEEP_VALUE = b'{"arrayValue":{"values":[' * 200 + b'{"stringValue":"x"}' + b"]}}" * 200
+DEEP_SPAN = b'{"attributes":[{"key":"gen_ai.input.messages","value":' + DEEP_VALUE + b"}]}"
+DEEP_EXPORT = b'{"resourceSpans":[{"scopeSpans":[{"spans":[' + DEEP_SPAN + b"]}]}]}\n"
+FILES: dict[str, tuple[bytes, int, list[tuple[Any, ...]], dict[str, int]]] = {  # bytes, longest line, loops, problems
+    "damaged lines": (
+        join([LINES[0], b'{"type":"user","mess\n', b"not json\n", b'{"a":\x80\xff}\n', b"[1,2\n", *LINES[1:], LINES[-1][:40]]),
+        LONGEST,
+        FOUND,
+        {"not_json": 5},
+    ),
+    "a damaged first line": (join([b'{"type":"us\n', *LINES]), LONGEST, FOUND, {"not_json": 1}),
+    "long lines": (join([LINES[0], LONG_LINE, *LINES[1:4], LONG_LINE, *LINES[4:]]), 50_000, FOUND, {"too_long": 2}),
+    "a long document": (json.dumps([{"messages": "x" * 100}] * 90, indent=1).encode(), 2_000, [], {"too_long": 1}),
+    "deeply nested values": (join([DEEP, DEEP_EXPORT, *LINES]), LONGEST, FOUND, {"not_json": 1, "unread": 1}),
+    "a program": (b"\x7fELF\0\0", LONGEST, [], {"foreign": 1}),
+    "a script": (b"#!/bin/sh\ntouch owned\n", LONGEST, [], {"foreign": 1}),
+    "a picture": (b"\x89PNG\r\n", LONGEST, [], {"foreign": 1}),
+    "zeros": (b"\0" * 99, LONGEST, [], {"foreign": 1}),
+    "a table": (b"a,b\n1,2\n", LONGEST, [], {"foreign": 1}),
+    "blanks": (b"  \n\n", LONGEST, [], {}),
+    "the start of a magic number": (b"\x28\xb5", LONGEST, [], {"foreign": 1}),
+    "JSON of another kind": (b'{"name": "x", "version": 1}', LONGEST, [], {"unknown": 1}),
+    "gzip": (gzip.compress(join(LINES)), LONGEST, FOUND, {}),
+    "gzip, cut off": (gzip.compress(join(LINES))[:-30], LONGEST, [("repeat", 1, 4, 0, 7)], {"damaged": 1}),
+    "zstd": (PACKED, LONGEST, FOUND, {}),
+    "zstd in two frames": (FRAMES, LONGEST, FOUND, {}),
+    "zstd, cut off": (PACKED[:-9], LONGEST, [], {"damaged": 1}),
+    "zstd, damaged": (PACKED[:40] + b"\0" * 60 + PACKED[100:], LONGEST, [], {"damaged": 1}),
+    "zstd with a window above that of its command": (TWO_GIB_WINDOW, LONGEST, [], {"damaged": 1}),
+    "zstd of an indented document": (zstd.compress(INDENTED), LONGEST, FOUND, {}),
+    "zstd with a damaged first line": (zstd.compress(b'{"broken\n' + join(ROLLOUT)), LONGEST, FOUND, {"not_json": 1}),
+}
 
-    @pytest.mark.parametrize(
-        "data", [b"\x7fELF\0\0", b"#!/bin/sh\ntouch owned\n", b"\x89PNG\r\n", b"\0" * 99, b"a,b\n1,2\n", b"  \n\n"]
-    )
-    def test_other_kinds_of_files(self, data: bytes, tmp_path: Path) -> None:
-        """They are recognized by their first bytes, and left alone."""
-        scanned = scan_values(tmp_path, [data])
 
-        assert scanned.runs == []
-        assert set(scanned.problems) <= {"foreign"}
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_read_as_far_as_it_is_good(name: str, tmp_path: Path) -> None:
+    """It is known by its first bytes, whatever its name says; what cannot be used is counted, and the rest is read."""
+    data, longest, loops, problems = FILES[name]
+    (tmp_path / "f").write_bytes(data)
 
-    def test_json_of_other_kinds_is_named(self, tmp_path: Path) -> None:
-        """A file of another program is told with the keys it has."""
-        scanned = scan_values(tmp_path, [{"name": "x", "version": 1}])
+    scanned = scan_file(tmp_path / "f", longest)
 
-        assert scanned.problems["unknown"].names == {"an object with name, version": 1}
+    assert scanned.loops == loops
+    assert {kind: found.count for kind, found in scanned.problems.items()} == problems
 
-    def test_compressed_files(self, tmp_path: Path) -> None:
-        """What gzip has packed is read; where it is damaged, what stands before is."""
-        file = tmp_path / "f.gz"
-        file.write_bytes(gzip.compress(b"".join(LINES)))
-        assert scan_file(file).loops == FOUND
 
-        file.write_bytes(file.read_bytes()[:-30])
-        scanned = scan_file(file)
-        assert scanned.count("damaged") == 1
+def test_problems_have_places_and_names(tmp_path: Path) -> None:
+    """The line, the keys of another program's values, and why a file cannot be read."""
+    long = scan_values(tmp_path, [LINES[0], b"not json\n", *LINES[1:3], {"name": "x", "version": 1}])
 
-    @pytest.mark.slow
-    def test_a_bomb_is_bounded(self, tmp_path: Path) -> None:
-        """A small file with a long line in it is read in pieces."""
-        file = tmp_path / "f.gz"
-        file.write_bytes(gzip.compress(b"{" + b" " * 2**26))
-        tracemalloc.start()
+    assert str(long.problems["not_json"].places[0]).endswith("lines.jsonl:2")
+    assert long.problems["unknown"].names == {"an object with name, version": 1}
+    assert scan_file(tmp_path / "gone").problems["unreadable"].names == {"No such file or directory": 1}
 
-        scanned = scan_file(file, longest=2**16)
 
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert scanned.count("too_long") == 1
-        assert peak < 2**24
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "size", "most"), [(LINES[0], 2**28, 2**25), (gzip.compress(b"{" + b" " * 2**26), 0, 2**24)], ids=["sparse", "gzip"]
+)
+def test_a_long_line_takes_no_memory(data: bytes, size: int, most: int, tmp_path: Path) -> None:
+    """It is skipped in pieces, in a sparse file of 256 MB and in a small one that is packed."""
+    file = tmp_path / "f"
+    file.write_bytes(data)
+    os.truncate(file, size or len(data))
+    tracemalloc.start()
 
-    def test_files_that_cannot_be_read(self, tmp_path: Path) -> None:
-        """They are counted with the reason."""
-        scanned = scan_file(tmp_path / "gone")
+    scanned = scan_file(file, longest=2**16)
 
-        assert scanned.problems["unreadable"].names == {"No such file or directory": 1}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (scanned.count("too_long"), scanned.read) == (1, file.stat().st_size)
+    assert peak < most
 
-    def test_links_in_circles(self, tmp_path: Path) -> None:
-        """Each file is found once, whatever links lead to it, and pipes and sockets are not opened."""
-        write_lines(tmp_path / "a" / "one.jsonl", write_claude_code(SESSION))
-        (tmp_path / "a" / "circle").symlink_to(tmp_path)
-        (tmp_path / "a" / "again.jsonl").symlink_to(tmp_path / "a" / "one.jsonl")
-        (tmp_path / "self").symlink_to(tmp_path / "self")
-        (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-        os.mkfifo(tmp_path / "pipe")
-        with socket.socket(socket.AF_UNIX) as listener:
-            os.chdir(tmp_path)  # the path of a socket is short
-            listener.bind("socket")
-            unread = UnreadLines()
 
-            found = find_files([str(tmp_path), str(tmp_path / "a")], unread)
+@pytest.mark.parametrize("data", [b"{}\n" * 2**20, b'{"a":"' + b"x" * 2**22], ids=["lines", "one line"])
+def test_a_bomb_of_zstd_is_not_read_to_its_end(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may become as large as gzip could make it, and no larger."""
+    read = [0]
 
-        assert len(found) == 1
-        assert unread.by_kind["unreadable"].count == 2
+    class Counted(zstd.ZstdFile):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            line = super().readline(-1 if size is None else size)
+            read[0] += len(line)
+            return line
 
-    def test_files_that_were_not_changed_since(self, tmp_path: Path) -> None:
-        """Old files are not opened."""
-        file = write_lines(tmp_path / "one.jsonl", write_claude_code(SESSION))
-        os.utime(file, (1_000, 1_000))
+    monkeypatch.setattr("extproc.cli.packed._FREE", 2**16)
+    monkeypatch.setattr("extproc.cli.packed.zstd.ZstdFile", Counted)
+    (tmp_path / "bomb").write_bytes(zstd.compress(data, 19))
 
-        assert find_files([str(tmp_path)], UnreadLines(), since=2_000) == []
-        assert len(find_files([str(tmp_path)], UnreadLines(), since=500)) == 1
+    assert scan_file(tmp_path / "bomb", longest=2**18).count("bomb") == 1
+    assert read[0] < len(data)
 
-    def test_paths_that_do_not_exist(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The message says what would be right; without a path, the usual places are read."""
-        with pytest.raises(UsageError, match="gone does not exist: name a file or a folder"):
-            choose_paths([str(tmp_path / "gone")])
-        monkeypatch.setenv("HOME", str(tmp_path))
-        with pytest.raises(UsageError, match=r"no transcripts in ~/\.claude/projects or ~/\.codex/sessions"):
-            choose_paths([])
 
-        (tmp_path / ".codex" / "sessions").mkdir(parents=True)
+@pytest.mark.parametrize(("cut", "code", "said"), [(None, 0, "3 requests in 3 lines"), (-5, 1, "cut off")])
+def test_replay_reads_logs_packed_with_zstd(
+    cut: int | None, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of gzip; damaged ones are told."""
+    file = written(tmp_path / "p.json", policy("p", ANY, **USER))
+    log = written(tmp_path / "log", zstd.compress(join([make_record()] * 3))[:cut])
 
-        assert choose_paths([]) == [str(tmp_path / ".codex" / "sessions")]
+    run = Run(capsys, "replay", "--policy", file, "--strict", log)
+
+    assert (run.code, said in run.out + run.err) == (code, True)
+
+
+HALVES = {"high": "\ud83d", "low": "\ude00", "two": "\ud83d\ud83d"}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("where", ["lines", "document", "text", "otlp"])
+def test_halves_of_surrogate_pairs_do_not_hide_a_loop(where: str, half: str, tmp_path: Path) -> None:
+    """JavaScript cuts texts in the middle of an emoji; the gateway reads such bodies, and so does the scan."""
+    session = AgentSession([Did(FAILING.calls, (f"Error: part 1 is broken {HALVES[half]}. " + "It is. " * 30,))] * 8)
+    lines: dict[str, list[Any]] = {
+        "lines": write_claude_code(session),
+        "document": [json.dumps(write_claude_code(session), indent=1).encode()],
+        "text": [{**line, "request": json.dumps(line["request"])} for line in write_requests(session, "chat")],
+        "otlp": write_otlp(session),
+    }
+
+    scanned = scan_values(tmp_path, lines[where])
+
+    assert ([loop[0] for loop in scanned.loops], scanned.count("not_json")) == (["repeat"], 0)
+
+
+ODD: list[Any] = [None, True, 0, -1.5, 1e300, "", "x", [], {}, [[]], {"a": {}}, 10**30, "\ud800", "9" * 900]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_of_wrong_types_raise_nothing(name: str, tmp_path: Path) -> None:
+    """Any value of any line may be anything."""
+    random = Random(8)
+
+    def spoil(value: Any) -> Any:  # noqa: ANN401  # JSON
+        if random.random() < 0.08:
+            return random.choice(ODD)
+        if isinstance(value, dict):
+            return {key: spoil(inner) for key, inner in value.items()}
+        return [spoil(inner) for inner in value] if isinstance(value, list) else value
+
+    for _ in range(60):
+        scan_values(tmp_path, [spoil(line) for line in FORMATS[name](SESSION)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_anywhere_raise_nothing(name: str, tmp_path: Path) -> None:
+    """Damage of single bytes does no harm to other lines."""
+    random = Random(9)
+    data = join(FORMATS[name](SESSION))
+    for _ in range(40):
+        damaged = bytearray(data)
+        for _ in range(random.randrange(1, 30)):
+            damaged[random.randrange(len(damaged))] = random.randrange(256)
+        scan_values(tmp_path, [bytes(damaged)])
+
+
+# ---- Folders and links
+
+
+def scan(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[list[str], dict[str, int]]:
+    """The names of the files with a loop, and the number of each kind of problem."""
+    report = json.loads(Run(capsys, "scan", "--json", "--jobs", "1", *map(str, paths)).out)
+    names = [Path(found["place"].rpartition(":")[0]).name for found in report["found"]]
+    assert report["files"] == len(names)
+    return names, {kind: found["count"] for kind, found in report["problems"].items()}
+
+
+def test_links_in_circles_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is found once, whatever links lead to it, and pipes and sockets are not opened."""
+    write_lines(tmp_path / "a" / "one.jsonl", write_claude_code(SESSION))
+    (tmp_path / "a" / "circle").symlink_to(tmp_path)
+    (tmp_path / "a" / "again.jsonl").symlink_to(tmp_path / "a" / "one.jsonl")
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+
+        assert scan(capsys, tmp_path, tmp_path / "a") == (["again.jsonl"], {"unreadable": 2})
+
+
+def test_links_are_not_followed_out_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To files and to folders; those that stay within it are, and so is the given path itself."""
+    inside, outside = tmp_path / "in", tmp_path / "in-other"
+    write_lines(outside / "secret.jsonl", write_claude_code(SESSION))
+    write_lines(inside / "deep" / "own.jsonl", write_claude_code(SESSION))
+    links: dict[str, Path | str] = {
+        "file.jsonl": outside / "secret.jsonl",
+        "folder": outside,
+        "relative": "../in-other/secret.jsonl",
+        "deep/twice": "../folder/secret.jsonl",
+        "within": inside / "deep",
+        "../given": inside,
+    }
+    for link, target in links.items():
+        (inside / link).symlink_to(target)
+
+    assert scan(capsys, inside) == scan(capsys, tmp_path / "given") == (["own.jsonl"], {"link": 4})
+    assert scan(capsys, inside / "file.jsonl") == (["file.jsonl"], {})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its name."""
+    (tmp_path / "closed").mkdir(mode=0)
+
+    assert scan(capsys, tmp_path) == ([], {"unreadable": 1})
+
+
+USUAL = [".claude/projects", ".codex/sessions", ".codex/archived_sessions", ".gemini/tmp"]
+
+
+@pytest.mark.parametrize(
+    ("homes", "folders", "said"),
+    [
+        ({}, USUAL, f"scanning {' and '.join(f'HOME/{place}' for place in USUAL)}"),
+        ({}, USUAL[2:3], "scanning HOME/.codex/archived_sessions"),
+        ({}, [], "loopguard: no transcripts in ~/.claude/projects or ~/.codex/sessions"),
+        (
+            {"CLAUDE_CONFIG_DIR": "HOME/c", "CODEX_HOME": "HOME/x/", "GEMINI_CLI_HOME": ""},
+            ["c/projects", "x/archived_sessions", *USUAL],
+            "scanning HOME/c/projects and HOME/x/archived_sessions and HOME/.gemini/tmp",
+        ),
+    ],
+)
+def test_the_usual_places_are_read_without_a_path(
+    homes: dict[str, str],
+    folders: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Variables name the folders of agents, as the agents themselves read them; an empty one is none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "GEMINI_CLI_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, home in homes.items():
+        monkeypatch.setenv(name, home.replace("HOME", str(tmp_path)))
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+
+    assert Run(capsys, "scan").err.replace(str(tmp_path), "HOME").startswith(said)

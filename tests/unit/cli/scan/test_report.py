@@ -90,16 +90,6 @@ def test_people_read_what_would_be_saved_first(capsys: pytest.CaptureFixture[str
     assert " 3. " not in run.out
 
 
-def test_a_loop_without_a_stop_saves_by_its_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a refusal saves is told only of loops that reached one."""
-    write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 5)))
-
-    run = Run(capsys, "scan", str(tmp_path))
-
-    assert "followed Loopguard's note at the third identical turn, it would have saved 2 calls" in run.out
-    assert "refuses" not in run.out
-
-
 @pytest.mark.parametrize("folder", ["", ".claude/projects"])
 def test_without_transcripts_an_example_is_offered(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -164,25 +154,40 @@ def test_copies_count_once(way: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
-def test_models_without_a_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their tokens are told, and no dollars are made up."""
-    write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8, model="nobody-knows")))
-
-    report = scan(capsys, tmp_path)
-    run = Run(capsys, "scan", str(tmp_path))
-
-    assert report["after_note"]["dollars"] is None
-    assert report["spent"]["unpriced_tokens"] == report["spent"]["tokens"]
-    assert "No price is known for" in run.out
-    assert "$" not in run.out
+UNPRICED = AgentSession([FAILING] * 8, model="nobody-knows")
+UNANSWERED = [{**line, "response": None} for line in write_requests(AgentSession([FAILING] * 8), "chat")]
+FOLLOWED = "followed Loopguard's note at the third identical turn, it would have saved 2 calls"
 
 
-def test_estimates_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A log without responses has no tokens."""
-    lines = [{**line, "response": None} for line in write_requests(AgentSession([FAILING] * 8), "chat")]
+@pytest.mark.parametrize(
+    ("lines", "said", "unsaid"),
+    [
+        (write_claude_code(AgentSession([FAILING] * 5)), FOLLOWED, "refuses"),
+        (write_claude_code(UNPRICED), "No price is known for", "$"),
+        (UNANSWERED, "Some tokens are estimated", "No price"),
+        ([write_atif(AgentSession([FAILING]))], "0 of 1 conversation looped.", "By tool"),
+    ],
+    ids=["no stop", "no price", "no usage", "no loop"],
+)
+def test_a_report_says_only_what_is_known(
+    lines: list[Any], said: str, unsaid: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a refusal saves of loops that reached one, dollars of models with a price, and whether tokens are estimated."""
     write_lines(tmp_path / "f.jsonl", lines)
 
-    assert "Some tokens are estimated" in Run(capsys, "scan", str(tmp_path)).out
+    run = Run(capsys, "scan", str(tmp_path))
+
+    assert (run.code, said in run.out, unsaid in run.out) == (0, True, False), run.out
+    assert said != "0 of 1 conversation looped." or len(run.out.splitlines()) < 5
+
+
+def test_tokens_without_a_price_have_no_dollars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None are made up for programs, either."""
+    write_lines(tmp_path / "f.jsonl", write_claude_code(UNPRICED))
+
+    report = scan(capsys, tmp_path)
+
+    assert (report["after_note"]["dollars"], report["spent"]["unpriced_tokens"]) == (None, report["spent"]["tokens"])
 
 
 def test_only_the_last_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,17 +259,6 @@ def test_the_usual_places_are_said_aloud(
     assert run.err.splitlines() == [f"scanning {tmp_path}/.claude/projects"]
     assert "1 of 1 conversation looped." in run.out
     assert "~/.claude/projects/p/s.jsonl:" in run.out
-
-
-def test_nothing_looped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Then a few lines are all."""
-    write_lines(tmp_path / "f.jsonl", [write_atif(AgentSession([FAILING]))])
-
-    run = Run(capsys, "scan", str(tmp_path))
-
-    assert run.code == 0
-    assert run.out.splitlines()[0] == "0 of 1 conversation looped."
-    assert len(run.out.splitlines()) < 5
 
 
 def test_a_mistake_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from random import Random
 from typing import Any
 
 import pytest
@@ -12,11 +11,12 @@ from hypothesis import strategies as st
 
 from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace
 from extproc.cli.scan.watch import RunReport, Watch
+from extproc.decision import Repeat
 from extproc.request.document import Document, NotCounted
 from tests.support.scanning import JUDGING
 from tests.support.turn_writers import SHAPES, Did
 
-PLACE = ScannedPlace("f", 1)
+ABOUT, PLACE = About("k", "s", "p", "a"), ScannedPlace("f", 1)
 RESULTS = (
     "ok",
     "running",
@@ -43,36 +43,37 @@ TURNS = st.builds(
 )
 
 
+def describe(loop: Repeat | None) -> str:
+    """All that the detector says of a loop."""
+    return "" if loop is None else f"{loop.rule} {loop.count} {loop.strength} {loop.step} {loop.held}"
+
+
 def find_live(shape: str, turns: list[Did]) -> str:
     """What the detector makes of a whole request."""
     try:
-        found = JUDGING.turns.find_loop(JUDGING.turns.rule.read(Document(json.dumps(SHAPES[shape](turns)).encode())))
+        document = Document(json.dumps(SHAPES[shape](turns)).encode())
+        return describe(JUDGING.turns.find_loop(JUDGING.turns.rule.read(document)))
     except NotCounted:
         return ""
-    return "" if found is None else f"{found.rule} {found.count} {found.strength} {found.step} {found.held}"
+
+
+def make_watch(key: str = "messages", *, tools: bool = True) -> tuple[Watch, list[RunReport]]:
+    """A watch over messages under this key, and what it reports once it is closed."""
+    done: list[RunReport] = []
+    return Watch(JUDGING, ABOUT, key, done.append, tools=tools), done
 
 
 def find_scanned(shape: str, turns: list[Did]) -> list[str]:
     """What it makes of each request if only new turns are read."""
-    done: list[RunReport] = []
-    watch = Watch(
-        JUDGING,
-        About("k", "s", "p", "a"),
-        "contents" if shape == "gemini" else "input" if shape == "responses" else "messages",
-        done.append,
-        tools=False,
-    )
-    key = "contents" if shape == "gemini" else "input" if shape == "responses" else "messages"
-    found = []
-    shown = len(SHAPES[shape]([])[key])
-    report = RunReport(About("k", "s", "p", "a"), PLACE)
+    key = {"gemini": "contents", "responses": "input"}.get(shape, "messages")
+    watch, _ = make_watch(key, tools=False)
+    found, shown = [], len(SHAPES[shape]([])[key])
     for count in range(1, len(turns) + 1):
         messages = SHAPES[shape](turns[:count])[key]
         watch.ask(ModelCall(PLACE))
         watch.add([json.dumps(message).encode() for message in messages[shown:]])
         shown = len(messages)
-        loop, _ = watch._judge(report)
-        found.append("" if loop is None else f"{loop.rule} {loop.count} {loop.strength} {loop.step} {loop.held}")
+        found.append(describe(watch.judge(RunReport(ABOUT, PLACE))[0]))
     return found
 
 
@@ -95,23 +96,19 @@ def test_large_turns_are_compared_as_hashes() -> None:
 
 def test_only_the_newest_turns_are_kept() -> None:
     """Memory does not grow with a conversation."""
-    done: list[RunReport] = []
-    watch = Watch(JUDGING, About("k", "s", "p", "a"), "messages", done.append, tools=True)
-    random = Random(1)
-    for _ in range(100):
+    watch, done = make_watch()
+    for number in range(100):
         watch.ask(ModelCall(PLACE))
-        watch.add([json.dumps({"role": "assistant", "content": f"step {random.random()}"}).encode()])
-
+        watch.add([json.dumps({"role": "assistant", "content": f"step {number}"}).encode()])
+    _, history = watch.judge(RunReport(ABOUT, PLACE))
     watch.close()
 
-    assert len(watch._turns) == 32
-    assert done[0].spent.calls == 100
+    assert (len(history.newest(100)), done[0].spent.calls) == (32, 100)
 
 
 def test_calls_behind_what_cannot_be_read_are_not_judged() -> None:
     """As for live requests: a loop may reach back to it."""
-    done: list[RunReport] = []
-    watch = Watch(JUDGING, About("k", "s", "p", "a"), "messages", done.append, tools=True)
+    watch, done = make_watch()
     text = {"type": "text", "text": "x"}
     for content in (*[[text]] * 4, [text] * 200_000, *[[text]] * 4):
         watch.ask(ModelCall(PLACE))
