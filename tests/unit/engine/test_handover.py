@@ -66,7 +66,6 @@ def ask(
 
 
 def counted(service: Service) -> dict[str, float]:
-    """How many requests each policy has counted."""
     totals: dict[str, float] = {}
     for metric in service.metrics.registry.collect():
         for item in metric.samples:
@@ -88,7 +87,6 @@ def errors(service: Service) -> dict[str, float]:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of every error that was logged."""
     return [vars(record)["fields"] for record in caplog.records if record.levelno == logging.ERROR]
 
 
@@ -388,7 +386,6 @@ class Later(datetime):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[Later]:
-    """The service's clock, at the beginning of 2030."""
     monkeypatch.setattr("extproc.ext_proc.service.datetime", Later)
     monkeypatch.setattr(Later, "moment", Later.moment)
     return Later
@@ -543,7 +540,6 @@ def test_the_longest_policy_is_taken() -> None:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every content that is compiled from now on."""
     contents: list[str] = []
 
     def parse(files: Mapping[str, bytes], *rest: Any, **more: Any) -> Any:  # noqa: ANN401  # passed on as they are

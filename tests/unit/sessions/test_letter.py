@@ -1,4 +1,4 @@
-"""Session limits as their source states them, statement by statement; each test says one in our own words."""
+"""Session limits as their source states them, statement by statement; each case and test says one in our own words."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ HIGH_RISK = {
 
 
 def declare(*tools: str) -> list[dict[str, Any]]:
-    """Tools as a chat declares them."""
     return [{"type": "function", "function": {"name": tool, "parameters": {}}} for tool in tools]
 
 
@@ -66,7 +65,6 @@ def list_offered(answer: ProcessingResponse) -> list[str]:
 
 
 def show_each(steps: Sequence[Calls]) -> list[bytes]:
-    """Requests that show ever more of these steps."""
     return [show(steps[:count]) for count in range(len(steps) + 1)]
 
 
@@ -410,7 +408,6 @@ def order(service: Service, **grant: Any) -> None:  # noqa: ANN401  # of an orde
 
 
 def find_event(service: Service) -> dict[str, Any]:
-    """The newest event about a session."""
     emitted: list[Any] = []
     SessionEvents(lambda *event: emitted.append(event), lambda: False).look(service.reporter.sessions.copy())
     return dict(emitted[-1][2])
@@ -444,3 +441,34 @@ def test_the_refusal_and_the_event_say_what_asks_and_how_to_grant_it() -> None:
     assert words[:3] + words[4:5] + words[6:] == ["loopguard", "grant", "--session", "--caller", "--tool", "refund=2"]
     order(service, session=words[3], caller=words[5], tools={"refund": 2})
     assert [status(ask(service, show(steps, "refund"), session=session)) for session in ("s", "other")] == [200, 429]
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("scan", "search")]
+
+
+@pytest.mark.parametrize(
+    ("most", "batches", "other", "held"),
+    [
+        *((most, [], 0, False) for most in range(2, 9)),  # a first request may be answered in parallel
+        (1, [], 0, True),  # a tool with one call left is called alone
+        (5, [1, 1, 1, 1], 0, True),
+        (5, [1, 1, 1], 0, False),
+        (7, [3, 1], 0, False),  # the largest batch so far is expected again
+        (6, [3, 1], 0, True),
+        (10, [7], 0, True),
+        (10, [5], 0, False),
+        (6, [1, 1, 1, 1], 7, False),  # calls of other tools, or of several answers, make no batch
+    ],
+)
+def test_a_request_is_held_to_one_call_by_the_largest_batch(most: int, batches: list[int], other: int, held: bool) -> None:
+    service = make_service(limited(max_calls_per_tool={"scan": most}))
+    done = []
+    for number, size in enumerate(batches, 1):
+        calls: list[tuple[str, dict[str, Any]]] = [("scan", {"n": f"{number}.{place}"}) for place in range(size)]
+        calls += [("search", {"n": f"{number}.{place}"}) for place in range(other)]
+        done.append(Did(tuple(calls), tuple("done" for _ in calls), number=number))
+
+    edited = changed(ask(service, json.dumps({**as_chat(done), "tools": TOOLS}).encode()))
+
+    assert (edited.get("parallel_tool_calls") is False) is held
+    assert len(edited.get("tools", TOOLS)) == len(TOOLS)

@@ -41,7 +41,6 @@ def shown(*numbers: int, **named: Any) -> list[tuple[bytes, dict[str, Any]]]:  #
 
 
 def written(number: int) -> bytes:
-    """One whose body names its session."""
     return json.dumps({**json.loads(turn(number)), "metadata": {"session": "s"}}).encode()
 
 

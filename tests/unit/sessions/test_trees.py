@@ -52,14 +52,12 @@ OF_CALLER = Target(caller=hash_descriptor("x-team", "t"))
 
 
 def loops(similarity: str) -> dict[str, Any]:
-    """A policy that only detects loops."""
     loop = {"enabled": True, "similarity": similarity, "threshold_identical_requests": 3, "action": "reject"}
     loop |= {"window_seconds": 60} if similarity == "exact" else {}
     return {"id": "loops", "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-team"], "loop_detection": loop}}
 
 
 def send(service: Service, number: int, **names: str) -> ProcessingResponse:
-    """The answer to a request of its own."""
     return ask(service, turns(1, number=str(number)), session="", **names)
 
 
@@ -302,7 +300,6 @@ def test_shadow_policies_count_agents_and_refuse_none() -> None:
 
 
 def chat(first: str, calls: Sequence[tuple[str, dict[str, str]]] = ()) -> bytes:
-    """A conversation that nothing names."""
     done = [Did((call,), ("done",), number=number) for number, call in enumerate(calls, 1)]
     made = as_chat(done)
     made["messages"][0] = {"role": "user", "content": first}
