@@ -45,7 +45,6 @@ class Sent(NamedTuple):
 
 
 def reject_at(percent: int) -> list[dict[str, Any]]:
-    """The stages that the format requires."""
     low = [{"threshold_percent": percent, "action": "reject"}] if percent < 100 else []
     return [*low, {"threshold_percent": 100, "action": "reject"}]
 
@@ -151,7 +150,6 @@ class Model:
         self._kept: dict[tuple[int, int, str], Bucket | Period] = {}
 
     def _list_kept(self, number: int, caller: tuple[str, str]) -> list[Bucket | Period]:
-        """The budgets of a caller of a rule."""
         one, config = self._rules[number], self._rules[number]["algorithm_config"]
         named = "|".join(caller[key == "header:x-team"] for key in one["limit_keys"])
         if one["algorithm"] == "token_bucket":

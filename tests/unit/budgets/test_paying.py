@@ -27,7 +27,6 @@ def send(service: Service, times: int = 8, path: str = CHAT, **more: Any) -> lis
 
 
 def doctor(service: Service) -> list[dict[str, Any]]:
-    """What `loopguard doctor` finds."""
     view = View(service.reporter.coverage.make_document(shows_callers=False), "a", ["a"], "")
     spec = {"rules": [{"limit_keys": USER}]}
     found: list[dict[str, Any]] = make_report(view, STATE, {"p": ("f", "", {"spec": spec})}, time.time())["findings"]

@@ -111,12 +111,10 @@ REASONS = ("missing_descriptor", "grpc", "target_too_long", "descriptor_too_long
 
 
 def count_uncounted(service: Service, name: str, reason: str) -> float:
-    """How many requests a policy left out for a reason."""
     return sample(service, "uncounted_total", policy=name, reason=reason)
 
 
 def acting(*actions: str, **spec: Any) -> list[dict[str, Any]]:  # noqa: ANN401  # keys of the policy
-    """A policy for each action, named after it."""
     return [policy(action, ANY, action=action, **spec) for action in actions]
 
 

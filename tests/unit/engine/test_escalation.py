@@ -19,7 +19,6 @@ COUNTED = ("exact", "canonical", "tail", "mcp")
 
 
 def call(tool: str = "f") -> bytes:
-    """A JSON-RPC call of a tool."""
     return encoded({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool, "arguments": {}}})
 
 

@@ -66,7 +66,6 @@ def ask(
 
 
 def counted(service: Service) -> dict[str, float]:
-    """How many requests each policy has counted."""
     totals: dict[str, float] = {}
     for metric in service.metrics.registry.collect():
         for item in metric.samples:
@@ -88,7 +87,6 @@ def errors(service: Service) -> dict[str, float]:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of every error that was logged."""
     return [vars(record)["fields"] for record in caplog.records if record.levelno == logging.ERROR]
 
 
@@ -137,23 +135,21 @@ def test_the_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[st
 
 
 @pytest.mark.parametrize(
-    "selector",
-    [{"pathExact": "/x"}, {"pathPrefix": "/", "methods": ["PUT"]}, {"pathPrefix": "/", "hosts": ["h2"]}, {"routes": ["r"]}],
+    ("selector", "pins"),
+    [
+        ({"pathExact": "/x"}, ["p", "p", "p"]),
+        ({"pathPrefix": "/", "methods": ["PUT"]}, ["p", "p", "p"]),
+        ({"pathPrefix": "/", "hosts": ["h2"]}, ["p", "p", "p"]),
+        ({"routes": ["r"]}, ["p", "p", "p"]),
+        (ANY, ["", "p", "p"]),  # one count with the requests that its selector takes
+    ],
 )
-def test_a_named_policy_needs_no_matching_selector(selector: Mapping[str, object]) -> None:
+def test_a_named_policy_needs_no_matching_selector(selector: Mapping[str, object], pins: Sequence[str]) -> None:
     service = make_service(policy("p", selector))
 
-    answers = [ask(service, pin="p") for _ in range(3)]
+    answers = [ask(service, pin=pin) for pin in pins]
 
     assert [lead_of(answer) for answer in answers] == ["", "", "p"]
-
-
-def test_a_named_policy_counts_with_the_requests_that_its_selector_takes() -> None:
-    service = make_service(policy("p", ANY))
-
-    answers = [ask(service), ask(service, pin="p"), ask(service, pin="p")]
-
-    assert lead_of(answers[2]) == "p"
 
 
 def test_bypass_and_missing_descriptors_hold_for_named_policies() -> None:
@@ -215,15 +211,25 @@ def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch
     assert lines(caplog)[-1]["suppressed"] == 80
 
 
-def test_a_reload_decides_what_a_name_means() -> None:
-    service = make_service(policy("a", NOWHERE))
+@pytest.mark.parametrize(
+    ("route", "before", "after"),
+    [
+        ({"pin": "a,b"}, {"a": 1}, {"a": 1, "b": 1}),
+        ({"carry": policy("carried", {})}, {"old": 1, "carried": 1}, {"old": 1, "carried": 2, "new": 1}),
+    ],
+    ids=["named", "carried"],
+)
+def test_a_stream_keeps_the_policies_that_it_began_with(
+    route: dict[str, Any], before: dict[str, int], after: dict[str, int]
+) -> None:
+    """What is loaded until its body has arrived applies from the next request on."""
+    service = make_service(policy("a", NOWHERE), policy("old", ANY))
 
-    ask(service, body(b"x"), pin="a,b", meanwhile=make_engine(policy("b", NOWHERE)))
-    before = counted(service)
-    ask(service, pin="a,b")
+    ask(service, body(b"x"), meanwhile=make_engine(policy("b", NOWHERE), policy("new", ANY)), **route)
+    first = counted(service)
+    ask(service, **route)
 
-    assert before == {"a": 1}
-    assert counted(service) == {"a": 1, "b": 1}
+    assert (first, counted(service)) == (before, after)
 
 
 # Carried by the route
@@ -388,7 +394,6 @@ class Later(datetime):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[Later]:
-    """The service's clock, at the beginning of 2030."""
     monkeypatch.setattr("extproc.ext_proc.service.datetime", Later)
     monkeypatch.setattr(Later, "moment", Later.moment)
     return Later
@@ -543,7 +548,6 @@ def test_the_longest_policy_is_taken() -> None:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every content that is compiled from now on."""
     contents: list[str] = []
 
     def parse(files: Mapping[str, bytes], *rest: Any, **more: Any) -> Any:  # noqa: ANN401  # passed on as they are
@@ -646,14 +650,6 @@ def test_loaded_policies_read_what_they_read_beside_a_carried_one() -> None:
 
     assert [key.split(":")[1] for key in store.keys] == ["loaded", "p"] * 2
     assert [len(set(store.keys[start::2])) for start in (0, 1)] == [2, 1]
-
-
-def test_a_policy_that_changes_with_the_route_keeps_one_request_whole() -> None:
-    service = make_service(policy("old", ANY))
-
-    ask(service, body(b"x"), carry=CARRIED, meanwhile=make_engine(policy("new", ANY)))
-
-    assert counted(service) == {"old": 1, "carried": 1}
 
 
 JSON = st.recursive(

@@ -94,7 +94,6 @@ class Still(FailingStore):
 
 
 def make_shadow(number: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """A shadow policy for every path, of a shape that was drawn."""
     loop = {name: shape[name] for name in ("similarity", "action", "cooldown_seconds")}
     made = policy(f"shadow-{number}", {"pathPrefix": "/"}, mode="shadow", threshold_identical_requests=2, **loop)
     spec = ("limit_keys", "missing_descriptor", "uncountable", "canary_of", "session")

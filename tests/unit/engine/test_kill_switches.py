@@ -33,13 +33,11 @@ OVERRIDE = {"enabled": True, "reason": "drill", "expires_at": SOON}
 
 
 def load(*switches: Mapping[str, object], **more: object) -> PolicySet:
-    """A bundle with these kill switches."""
     text = json.dumps(bundle(GUARDED, kill_switches=list(switches), **more)).encode()
     return parse({"b.json": text}, NOW)
 
 
 def make_service(policies: PolicySet, **settings: Any) -> Service:  # noqa: ANN401  # of the process
-    """A service for these policies."""
     metrics = Metrics()
     store = MemoryStore(metrics)
     chosen = Settings(**settings)
@@ -122,7 +120,6 @@ def test_switches_and_overrides_end_while_the_server_runs(more: dict[str, Any], 
 
 
 def killed(service: Service, mode: str) -> float:
-    """How many requests were stopped, or would have been."""
     return sample(service, "kill_switched_total", scope_key="header:x-user-id", mode=mode)
 
 

@@ -22,12 +22,10 @@ LOOP = (ROOT / "tests" / "support" / "bodies" / "responses_previous.json").read_
 
 
 def ramped(percent: int, identity: str = "p", store: RecordingStore | None = None, **more: Any) -> Service:  # noqa: ANN401  # keys of the policy
-    """A service with one policy that acts on this share of its callers."""
     return make_service(policy(identity, ANY, enforce_percent=percent, **{"limit_keys": [USER], **more}), store=store)
 
 
 def count(service: Service, mode: str, policy: str = "p") -> float:
-    """How many requests a policy has let go on."""
     return sample(service, "requests_total", policy=policy, mode=mode, action="allow")
 
 

@@ -19,7 +19,6 @@ Request = tuple[str, str, str, str]  # method, authority, path, route
 
 
 def index(*selectors: Mapping[str, Any]) -> Index[int]:
-    """An index of selectors, each filed under its position."""
     return Index((SlimSelector(Selector(**selector), {}), number) for number, selector in enumerate(selectors))
 
 
@@ -125,7 +124,6 @@ def test_the_index_agrees_with_asking_every_selector(selectors: list[dict[str, A
 
 
 def measure(made: Index[int], *request: str) -> float:
-    """The least time that a match takes, in seconds."""
     return min(timeit.repeat(lambda: made.match(*request), repeat=50, number=10))
 
 

@@ -35,7 +35,9 @@ CHAT, MESSAGES, GEMINI, BEDROCK = (
 )
 CALLER = {"first_of": ["jwt:sub", "credential", "header:x-user-id"], "name": "caller"}
 HEADERS = {"first_of": ["header:x-api-key", "header:authorization"], "name": "caller"}
+TEAM = {"first_of": ["header:x-team", "credential"], "name": "caller"}
 JUNK = count()
+LOOPS = policy("p", ANY, limit_keys=["credential"])
 PROMPT = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
 Send = Callable[[], ProcessingResponse]
@@ -83,7 +85,6 @@ GUARDS: dict[str, tuple[Callable[[list[Any]], dict[str, Any]], str]] = {
 
 
 def only_steps(most: int, keys: Sequence[Any] = ("credential",)) -> dict[str, Any]:
-    """A policy that limits the steps of sessions."""
     return {"id": "p", "spec": {"selector": ANY, "limit_keys": [*keys], "session_limits": {"max_steps": most}}}
 
 
@@ -115,37 +116,34 @@ def test_junk_does_not_hide_a_blocked_credential(path: str, shown: dict[str, Any
         assert refused(send(service, x_api_key="sk-other")) == ""
 
 
-def test_headers_in_first_of_are_credentials_of_their_own() -> None:
-    """Without the limit key `credential`, too; what is no secret still ends the search."""
-    service = make_service(policy("p", ANY, limit_keys=[HEADERS]))
-    shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
-
-    assert [refused(send(service, "/other", **shown)) for _ in range(3)] == ["", "", "loop_detected"]
-    first = {"first_of": ["header:x-team", "credential"], "name": "caller"}
-    assert judge(keys=[first], x_team="a", x_api_key="k", authorization="t") == [{"caller": "header:x-team:a"}]
+FREE = "AWS4-HMAC-SHA256 Credential=AKIAFREE/20260101/us-east-1/bedrock/x"
+REAL: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
+BREAKER = {"enabled": True, "spend_rate_threshold_per_minute": 3, "auto_reset_after_minutes": 5}
+SPENDING = limited(bucket(burst=99, keys=["credential"]), circuit_breaker=BREAKER)
 
 
-def test_an_allowed_credential_does_not_free_another_one() -> None:
-    """An order to allow holds for its caller alone: who knows an allowed key id cannot use it as a passport."""
-    service = make_service(policy("p", ANY, limit_keys=["credential"]))
-    apply_orders(service, order(ALLOW, Target(caller=service.key.hide("AKIAFREE"))))
-    free = "AWS4-HMAC-SHA256 Credential=AKIAFREE/20260101/us-east-1/bedrock/x"
+@pytest.mark.parametrize(
+    ("made", "orders", "shown", "reasons"),
+    [
+        (LOOPS, {"AKIAFREE": ALLOW}, {"authorization": FREE}, ["", "", "", ""]),
+        (LOOPS, {"AKIAFREE": ALLOW}, {"authorization": FREE, "x_api_key": "sk-real"}, ["", "", *["loop_detected"] * 2]),
+        (only_steps(1), {"sk-a": GRANT}, {"authorization": "t", "x_api_key": "sk-a"}, ["", *["session_limit_exceeded"] * 3]),
+        (SPENDING, {}, REAL, ["", "", *["circuit_breaker_open"] * 2]),
+        (policy("p", ANY, limit_keys=[HEADERS]), {}, REAL, ["", "", *["loop_detected"] * 2]),
+    ],
+    ids=["allowed", "allowed, and another one", "granted, and another one", "a breaker", "headers in first_of"],
+)
+def test_what_holds_for_a_caller_frees_no_other(
+    made: dict[str, Any], orders: dict[str, str], shown: dict[str, str], reasons: list[str]
+) -> None:
+    """Who knows an allowed key id cannot use it as a passport: the strictest verdict holds."""
+    service = make_service(made)
+    for secret, kind in orders.items():
+        apply_orders(service, order(kind, Target(caller=service.key.hide(secret)), grant=Grant(steps=9)))
 
-    alone = [refused(send(service, CHAT, authorization=free)) for _ in range(4)]
-    together = [refused(send(service, CHAT, authorization=free, x_api_key="sk-real")) for _ in range(4)]
+    steps = range(4) if GRANT in orders.values() else [1] * 4
 
-    assert alone == [""] * 4
-    assert together == ["", "", "loop_detected", "loop_detected"]
-
-
-def test_a_grant_to_one_caller_leaves_the_other_at_its_limit() -> None:
-    service = make_service(only_steps(1))
-    apply_orders(service, order(GRANT, Target(caller=service.key.hide("sk-a")), grant=Grant(steps=9)))
-    both: dict[str, Any] = {"x_api_key": "sk-a", "authorization": "Bearer sk-b"}
-
-    answers = [refused(send(service, MESSAGES, turns(place), x_session_id="s", **both)) for place in range(2)]
-
-    assert answers == ["", "session_limit_exceeded"]
+    assert [refused(send(service, CHAT, turns(step), x_session_id="s", **shown)) for step in steps] == reasons
 
 
 def test_rules_without_credentials_are_charged_once() -> None:
@@ -161,16 +159,6 @@ def test_rules_without_credentials_are_charged_once() -> None:
     assert sorted((row.rule, row.requests) for row in rows) == [("r", 4), ("r", 4), ("team", 4)]
     left = {(row.rule, row.left // row.units) for row in rows}
     assert left == {("r", 6), ("team", 0)}, "the refused request was given back by all"
-
-
-def test_all_callers_of_a_circuit_breaker_are_counted() -> None:
-    breaker = {"enabled": True, "spend_rate_threshold_per_minute": 3, "auto_reset_after_minutes": 5}
-    service = make_service(limited(bucket(burst=99, keys=["credential"]), circuit_breaker=breaker))
-    shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
-
-    answers = [refused(send(service, **shown)) for _ in range(4)]
-
-    assert answers == ["", "", "circuit_breaker_open", "circuit_breaker_open"]
 
 
 def test_each_caller_settles_what_it_reserved() -> None:
@@ -189,9 +177,9 @@ def test_each_caller_settles_what_it_reserved() -> None:
 
 def test_one_request_is_reported_as_one() -> None:
     """In metrics and in the decision, each guard has one verdict, which names the caller that repeats."""
-    service = make_service(policy("p", ANY, limit_keys=["credential"]))
+    service = make_service(LOOPS)
 
-    answers = [send(service, authorization="Bearer sk-real", x_api_key="JUNK") for _ in range(3)]
+    answers = [send(service, **REAL) for _ in range(3)]
 
     labels = {"policy": "p", "mode": "enforce"}
     assert sample(service, "requests_total", **labels, action="allow") == 2
@@ -248,6 +236,7 @@ def test_all_cookies_identify_a_caller(header: str) -> None:
         ([{**CALLER, "first_of": ["header:x-a", "credential", "jwt:sub"]}], {"sub": "ann"}, {"x_a": "1"}, ["header:x-a:1"]),
         ([CALLER], {}, {"x_api_key": "k", "x_user_id": "ann"}, [f"credential:{KEY.hide('k')}"]),
         ([CALLER], {}, {"x_user_id": "ann"}, ["header:x-user-id:ann"]),
+        ([TEAM], {}, {"x_team": "a", "x_api_key": "k", "authorization": "t"}, ["header:x-team:a"]),  # no secret, but the end
         ([CALLER], {}, {"x_api_key": "k", "authorization": "Bearer k"}, [f"credential:{KEY.hide('k')}"]),
         ([CALLER], {}, {"x_api_key": "k", "authorization": "t"}, [f"credential:{KEY.hide(each)}" for each in "kt"]),
         (

@@ -20,7 +20,6 @@ def play(service: Service, names: list[str], first: int = 1, **more: str) -> lis
 
 
 def changing(number: int) -> list[str]:
-    """This many names."""
     return [f"r{at}" for at in range(number)]
 
 

@@ -42,7 +42,6 @@ def split(records: bytes) -> list[bytes]:
 
 
 def read_calls(value: object) -> CallHistory:
-    """The calls of a body."""
     return read_tool_calls(Document(value if isinstance(value, bytes) else json.dumps(value).encode()))
 
 

@@ -1,4 +1,4 @@
-"""Session limits as their source states them, statement by statement; each test says one in our own words."""
+"""Session limits as their source states them, statement by statement; each case and test says one in our own words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from extproc.cli.main import main
 from extproc.engine.orders import Overrides
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.session_report import describe_session
 from extproc.operator.events import SessionEvents
 from extproc.operator.overrides import parse_order, read_override, write_override
 from extproc.operator.session_rows import merge_sessions
@@ -21,7 +20,7 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, sample
-from tests.support.session_limits import ask, changed, limit_of, limited, settle, status, told, turns
+from tests.support.session_limits import ask, changed, describe, limit_of, limited, settle, status, told, turns
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
 Calls = Sequence[tuple[str, int]]
@@ -46,7 +45,6 @@ HIGH_RISK = {
 
 
 def declare(*tools: str) -> list[dict[str, Any]]:
-    """Tools as a chat declares them."""
     return [{"type": "function", "function": {"name": tool, "parameters": {}}} for tool in tools]
 
 
@@ -66,7 +64,6 @@ def list_offered(answer: ProcessingResponse) -> list[str]:
 
 
 def show_each(steps: Sequence[Calls]) -> list[bytes]:
-    """Requests that show ever more of these steps."""
     return [show(steps[:count]) for count in range(len(steps) + 1)]
 
 
@@ -158,25 +155,31 @@ def test_narrow_leaves_exactly_the_tools_that_have_calls_of_their_own_left() -> 
     }  # fmt: skip
 
 
-def test_a_later_phase_is_reached_when_one_answer_has_used_up_the_total() -> None:
-    """3: several calls in one answer pass the cap, and the tools of later phases, never called, can still be called."""
-    limits: dict[str, Any] = {"max_calls_per_tool": {"collect": 3}, "max_tool_calls": 2, "max_tool_calls_mode": "narrow"}
+OWN = {"max_calls_per_tool": {"collect": 2, "scan": 1}}
+PHASE = {"max_calls_per_tool": {"collect": 3}, "max_tool_calls": 2, "max_tool_calls_mode": "narrow"}
+AT_ONCE: list[Calls] = [[("search", at) for at in range(5)]]
+COLLECTED: list[Calls] = [*AT_ONCE, [("collect", 1)]]
+USED_UP: list[Calls] = [[("collect", 1), ("collect", 2), ("scan", 1)], *([("search", at)] for at in range(9))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "sent", "found"),
+    [
+        (  # one answer has used up the total
+            PHASE,
+            [AT_ONCE, COLLECTED, [*COLLECTED, [("search", 9)]]],
+            [["collect"], ["collect"], ("max_tool_calls", 7, 2)],
+        ),
+        (OWN, [USED_UP, [*USED_UP, [("scan", 2)]]], [["search"], ("max_calls_per_tool", 2, 1)]),
+    ],
+)
+def test_a_tool_has_a_count_of_its_own(limits: dict[str, Any], sent: list[list[Calls]], found: list[object]) -> None:
+    """3 and 4: each alone; the tools of later phases, never called, can still be called, and one not named has no limit."""
     service = make_service(limited(**limits))
-    steps: list[Calls] = [[("search", at) for at in range(5)]]
 
-    assert list_offered(ask(service, show(steps))) == ["collect"]
-    assert list_offered(ask(service, show([*steps, [("collect", 1)]]))) == ["collect"]
-    assert told(ask(service, show([*steps, [("collect", 1)], [("search", 9)]])))["limit"] == "max_tool_calls"
+    answers = [ask(service, show(steps)) for steps in sent]
 
-
-def test_a_tool_has_a_count_of_its_own() -> None:
-    """4: `max_calls_per_tool` holds for the tools that it names, each alone; a tool that is not named has no such limit."""
-    service = make_service(limited(max_calls_per_tool={"collect": 2, "scan": 1}))
-    steps: list[Calls] = [[("collect", 1), ("collect", 2), ("scan", 1)], *([("search", at)] for at in range(9))]
-
-    assert list_offered(ask(service, show(steps))) == ["search"]
-    refused = ask(service, show([*steps, [("scan", 2)]]))
-    assert limit_of(refused) == ("max_calls_per_tool", 2, 1)
+    assert [list_offered(answer) if status(answer) == 200 else limit_of(answer) for answer in answers] == found
 
 
 @pytest.mark.parametrize(("most", "used", "held"), [(1, 0, True), (2, 0, False), (9, 7, False), (9, 8, True), (9, 9, False)])
@@ -192,11 +195,9 @@ def test_one_answer_cannot_pass_a_tool_s_limit(most: int, used: int, held: bool)
 def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
     service = make_service(limited(max_calls_per_tool={"scan": 1}))
     sent = {**as_anthropic([]), "tools": [{"name": "scan", "input_schema": {"type": "object"}}]}
+    held = {"type": "auto", "disable_parallel_tool_use": True}
 
-    assert changed(ask(service, json.dumps(sent).encode())) == {
-        **sent,
-        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-    }
+    assert changed(ask(service, json.dumps(sent).encode())) == {**sent, "tool_choice": held}
 
 
 @pytest.mark.parametrize(
@@ -368,13 +369,12 @@ def test_limits_are_checked_in_their_order() -> None:
 def test_the_state_of_a_session_can_be_read_while_it_runs() -> None:
     """9: steps, tool calls, cost, calls by tool, refusals, refusals in a row, and what has killed it."""
     service = make_service(limited(max_steps=2, prices=PRICES, circuit_breaker={"consecutive_blocks": 2}))
-    shown: dict[str, Any] = {}
     for number, steps in enumerate([[], [[("scan", 1), ("search", 1)]], [[("scan", 2)]], [[("scan", 3)]]]):
         answer = ask(service, show(steps))
         if status(answer) == 200:
             settle(service, answer, Usage(10_000, 200 * number, 30, 4))
-        (row,) = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
-        shown = describe_session(row, shows_callers=False)
+
+    (shown,) = describe(service)
 
     expected = {
         "total_step_count": 2, "total_tool_calls": 4, "actual_cost": 0.21068, "tool_call_counts": {"scan": 3, "search": 1},
@@ -410,7 +410,6 @@ def order(service: Service, **grant: Any) -> None:  # noqa: ANN401  # of an orde
 
 
 def find_event(service: Service) -> dict[str, Any]:
-    """The newest event about a session."""
     emitted: list[Any] = []
     SessionEvents(lambda *event: emitted.append(event), lambda: False).look(service.reporter.sessions.copy())
     return dict(emitted[-1][2])
@@ -444,3 +443,34 @@ def test_the_refusal_and_the_event_say_what_asks_and_how_to_grant_it() -> None:
     assert words[:3] + words[4:5] + words[6:] == ["loopguard", "grant", "--session", "--caller", "--tool", "refund=2"]
     order(service, session=words[3], caller=words[5], tools={"refund": 2})
     assert [status(ask(service, show(steps, "refund"), session=session)) for session in ("s", "other")] == [200, 429]
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("scan", "search")]
+
+
+@pytest.mark.parametrize(
+    ("most", "batches", "other", "held"),
+    [
+        *((most, [], 0, False) for most in range(2, 9)),  # a first request may be answered in parallel
+        (1, [], 0, True),  # a tool with one call left is called alone
+        (5, [1, 1, 1, 1], 0, True),
+        (5, [1, 1, 1], 0, False),
+        (7, [3, 1], 0, False),  # the largest batch so far is expected again
+        (6, [3, 1], 0, True),
+        (10, [7], 0, True),
+        (10, [5], 0, False),
+        (6, [1, 1, 1, 1], 7, False),  # calls of other tools, or of several answers, make no batch
+    ],
+)
+def test_a_request_is_held_to_one_call_by_the_largest_batch(most: int, batches: list[int], other: int, held: bool) -> None:
+    service = make_service(limited(max_calls_per_tool={"scan": most}))
+    done = []
+    for number, size in enumerate(batches, 1):
+        calls: list[tuple[str, dict[str, Any]]] = [("scan", {"n": f"{number}.{place}"}) for place in range(size)]
+        calls += [("search", {"n": f"{number}.{place}"}) for place in range(other)]
+        done.append(Did(tuple(calls), tuple("done" for _ in calls), number=number))
+
+    edited = changed(ask(service, json.dumps({**as_chat(done), "tools": TOOLS}).encode()))
+
+    assert (edited.get("parallel_tool_calls") is False) is held
+    assert len(edited.get("tools", TOOLS)) == len(TOOLS)

@@ -21,7 +21,6 @@ BUDGET = SessionNames(BUDGET_KEYS, usual=True)
 
 
 def name(names: SessionNames, body: object = None, **headers: str) -> str:
-    """What a request's session is called."""
     raw = {key.replace("_", "-"): value.encode() for key, value in headers.items()}
     request = HttpRequest("POST", "/v1/chat/completions", headers=raw)
     return names.find(names.read(request), Document(json.dumps(body).encode()) if body is not None else None)

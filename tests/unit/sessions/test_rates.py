@@ -18,7 +18,6 @@ _MILLION = Usage(1_000_000, 0, 0, 0)
 
 
 def price(text: str) -> TokenPrice:
-    """Input and output, and caches where they are said."""
     return TokenPrice(*map(Decimal, text.split()))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from time import time
 from typing import Any, Literal
 
 import pytest
 
 from extproc.cli.main import main
-from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target
+from extproc.engine.orders import BLOCK, Target
 from extproc.ext_proc.stream import Stream
 from extproc.operator.coverage_rows import CROWDED
 from extproc.operator.session_rows import merge_sessions
@@ -22,8 +22,23 @@ from extproc.sessions.session_limits import BUDGET_KEYS
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
+from tests.support.orders import apply_orders, order
 from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, receive, sample
-from tests.support.session_limits import TOOL, ask, changed, kept, limit_of, limited, send, settle, status, told, turns
+from tests.support.session_limits import (
+    TOOL,
+    Request,
+    ask,
+    changed,
+    kept,
+    limit_of,
+    limited,
+    nameless,
+    send,
+    settle,
+    status,
+    told,
+    turns,
+)
 from tests.support.turn_writers import Did, as_chat
 
 PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
@@ -56,17 +71,76 @@ def test_long_histories_are_looked_into_as_far_as_the_policy_says(
     assert [run.standing.tool_calls for run in service.reporter.sessions.copy()] == [counted]
 
 
-def test_steps_are_requests_that_were_let_through() -> None:
-    """The request behind the last step is refused, whatever is in it; a retry of one that went through is not."""
-    service = make_service(limited(max_steps=3))
+def named(*bodies: bytes, session: str = "s", **more: str) -> list[Request]:
+    """Requests of one session."""
+    return [(data, {"session": session, **more}) for data in bodies]
 
-    assert send(service, [turns(n) for n in range(5)]) == [200, 200, 200, 429, 429]
-    assert send(service, [turns(2), turns(3)]) == [200, 429]
-    assert send(service, [turns(9)], session="other") == [200]
-    assert send(service, [turns(9)], team="other") == [200]
-    assert sample(service, "session_limits_total", policy="agents", mode="enforce", limit="max_steps", action="reject") == 3
-    assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 3
-    assert sample(service, "loops_detected_total", policy="agents", mode="enforce", action="reject") == 0
+
+def with_loop(**limits: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of session_limits
+    """Limits beside a detector that refuses the second equal request."""
+    document = limited(**limits)
+    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+    return document
+
+
+def strict(**limits: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of session_limits
+    """Limits of a policy that lets nothing pass uncounted."""
+    document = limited(**limits)
+    document["spec"]["uncountable"] = "reject"
+    return document
+
+
+TURNS = [turns(number) for number in range(10)]
+HIDDEN = turns(3).replace(b'"tools"', b'"temperature": NaN, "tools"')
+"""Some upstreams read what ours does not."""
+FINISH = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
+CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
+    "the request behind the last step is refused, but no retry": (
+        limited(max_steps=3),
+        [*named(*TURNS[:5], TURNS[2], TURNS[3]), *named(TURNS[9], session="b"), *named(TURNS[9], team="other")],
+        [200, 200, 200, 429, 429, 200, 429, 200, 200],
+        "",
+    ),
+    "what looks like JSON and is none may hide calls": (
+        limited(max_tool_calls=2),
+        named(HIDDEN, b"name=ann"),
+        [200, 200],
+        "not_json",
+    ),
+    "it is refused where the policy says so": (strict(max_tool_calls=2), named(HIDDEN, b"name=ann"), [400, 200], "not_json"),
+    "what nothing tells apart": (limited(max_steps=1), [kept(n) for n in range(3)], [200] * 3, "unnamed"),
+    "what nothing tells apart is refused where the policy says so": (strict(max_steps=1), [kept(1)], [400], "unnamed"),
+    "a request that a detector refuses is no step": (
+        with_loop(max_steps=3, circuit_breaker={"consecutive_blocks": 2}),
+        [*named(TURNS[1], *TURNS[1:5]), *named(TURNS[1], session="b")],
+        [200, 429, 200, 200, 429, 429],
+        "",
+    ),
+    "a step that a detector takes back has narrowed nothing": (  # no model has seen it
+        with_loop(**FINISH),
+        [*named(TURNS[1], session="b"), *named(*TURNS[1:4])],
+        [200, 429, 200, 429],
+        "",
+    ),
+    "a body that cannot be read is a step": (
+        limited(max_steps=2),
+        named(b"\x00", b"\x01", b"\x02", content_encoding="br"),
+        [200, 200, 429],
+        "content_encoding",
+    ),
+}
+
+
+@pytest.mark.parametrize(("document", "requests", "expected", "reason"), CASES.values(), ids=CASES)
+def test_steps_are_requests_that_were_let_through(
+    document: dict[str, Any], requests: Sequence[Request], expected: list[int], reason: str
+) -> None:
+    """What could not be looked at is counted, too."""
+    service = make_service(document)
+
+    assert nameless(service, requests) == expected
+    uncounted = {why: sample(service, "uncounted_total", policy="agents", reason=why) for why in ("not_json", "unnamed")}
+    assert [why for why, number in uncounted.items() if number] == [reason] * (reason in uncounted)
 
 
 def test_the_report_of_a_run_has_each_of_its_requests() -> None:
@@ -153,18 +227,6 @@ def test_a_client_that_leaves_while_held_has_used_nothing(waits: bool) -> None:
     assert service.holds.held == 0
 
 
-def test_what_looks_like_json_and_is_none_may_hide_calls() -> None:
-    """Some upstreams read what ours does not, such as NaN: it is counted, and refused where the policy says so."""
-    hidden = turns(3).replace(b'"tools"', b'"temperature": NaN, "tools"')
-    strict = limited(max_tool_calls=2)
-    strict["spec"]["uncountable"] = "reject"
-    lenient = make_service(limited(max_tool_calls=2))
-
-    assert send(lenient, [hidden, b"name=ann"]) == [200, 200]
-    assert sample(lenient, "uncounted_total", policy="agents", reason="not_json") == 1
-    assert send(make_service(strict), [hidden, b"name=ann"]) == [400, 200]
-
-
 def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
     """The first refusal of a session has a line, and so have the second, the fourth and so on; descriptors are not shown."""
     service = make_service(limited(max_steps=1))
@@ -201,9 +263,9 @@ def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any]
 
 
 def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
-    service, now = make_service(limited(max_steps=9), record=True), time()
+    service = make_service(limited(max_steps=9), record=True)
     fingerprint = metadata_of(ask(service, turns(2)))["fingerprint"]
-    service.overrides = Overrides([ActiveOverride("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
+    apply_orders(service, order(BLOCK, Target(fingerprint=fingerprint)))
 
     assert send(service, [turns(2), turns(3)]) == [429, 200]
 
@@ -234,11 +296,11 @@ def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
     victim, attacker = (ask(service, data, team=team) for data, team in ((large, "victim"), (b"{}", "attacker")))
     own = bytes.fromhex(json.loads(metadata_of(attacker)["sessions"])[0]["call"])
 
-    orders: tuple[Literal["little"], Literal["big"]] = ("little", "big")
-    for order in orders:
+    ends: tuple[Literal["little"], Literal["big"]] = ("little", "big")
+    for end in ends:
         for step in range(-64, 65):
-            near = (int.from_bytes(own, order) + step) % 2 ** (8 * len(own))
-            settle(service, victim, Usage(0, 0), call=near.to_bytes(len(own), order).hex())
+            near = (int.from_bytes(own, end) + step) % 2 ** (8 * len(own))
+            settle(service, victim, Usage(0, 0), call=near.to_bytes(len(own), end).hex())
 
     assert status(ask(service, b"{}", team="victim")) == 429
     assert sample(service, "access_log_entries_total", result="unknown") == 2 * 129
@@ -268,25 +330,6 @@ def test_what_is_no_name_of_a_call_is_dropped(call: object) -> None:
     settle(service, ask(service, b"{}"), Usage(9, 9), call=call)
 
     assert sample(service, "access_log_entries_total", result="unknown") == 1
-
-
-def test_a_request_that_a_detector_refuses_is_no_step() -> None:
-    document = limited(max_steps=3, circuit_breaker={"consecutive_blocks": 2})
-    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
-    service = make_service(document)
-
-    assert send(service, [turns(1), turns(1), turns(2), turns(3), turns(4)]) == [200, 429, 200, 200, 429]
-    assert send(service, [turns(1)], session="b") == [429]
-
-
-def test_what_nothing_tells_apart_is_not_limited() -> None:
-    service = make_service(limited(max_steps=1))
-    strict = limited(max_steps=1)
-    strict["spec"]["uncountable"] = "reject"
-
-    assert send(service, [kept(n) for n in range(3)], session="") == [200] * 3
-    assert sample(service, "uncounted_total", policy="agents", reason="unnamed") == 3
-    assert send(make_service(strict), [kept(1)], session="") == [400]
 
 
 @pytest.mark.parametrize("key", BUDGET_KEYS)
@@ -363,12 +406,12 @@ def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
     assert metadata_of(answers[2])["warning"] == "session_steer"
 
 
-def test_a_body_that_cannot_be_read_is_a_step_all_the_same() -> None:
+def test_a_body_that_never_comes_is_a_step() -> None:
     service = make_service(limited(max_steps=2))
 
-    assert send(service, [b"\x00", b"\x01", b"\x02"], content_encoding="br") == [200, 200, 429]
-    cut = [decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0]) for _ in range(3)]
-    assert [status(answer) for answer in cut] == [200, 200, 429]
+    answers = [decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0]) for _ in range(3)]
+
+    assert [status(answer) for answer in answers] == [200, 200, 429]
 
 
 def tools_of(answer: ProcessingResponse) -> list[str] | None:
@@ -457,13 +500,3 @@ def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest
     assert "header:x-run, or" in printed
     assert "body:/run" in printed
     assert "unnamed" in printed
-
-
-def test_a_step_that_a_detector_takes_back_has_narrowed_nothing() -> None:
-    """No model has seen it, so the next request that brings a call is the first to lose its tools."""
-    document = limited(max_tool_calls=1, max_tool_calls_mode="finish")
-    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
-    service = make_service(document)
-
-    assert send(service, [turns(1)], session="other") == [200]
-    assert send(service, [turns(1), turns(2), turns(3)]) == [429, 200, 429]

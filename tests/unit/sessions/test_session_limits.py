@@ -22,7 +22,6 @@ LIMITS: dict[str, Any] = {
 
 
 def load(**spec_: Any) -> SessionLimits:  # noqa: ANN401  # keys of the spec
-    """The limits of a policy that loads without a warning."""
     loaded = check(spec(**spec_))
     assert loaded.warnings == ()
     limits = loaded.sources[0].policies[0].spec.session_limits

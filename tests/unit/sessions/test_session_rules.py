@@ -291,7 +291,6 @@ class World:
 
 
 def read_numbers(standing: Standing) -> Numbers:
-    """As the model has them."""
     money = (standing.cost, standing.estimated, standing.reserved)
     cost, estimated, reserved = [amount // NANO_DOLLARS for amount in money]
     rows = (standing.blocks, standing.consecutive_blocks, standing.consecutive_errors)

@@ -41,7 +41,6 @@ def shown(*numbers: int, **named: Any) -> list[tuple[bytes, dict[str, Any]]]:  #
 
 
 def written(number: int) -> bytes:
-    """One whose body names its session."""
     return json.dumps({**json.loads(turn(number)), "metadata": {"session": "s"}}).encode()
 
 
@@ -192,22 +191,29 @@ def test_a_shadow_policy_has_a_ring_of_its_own() -> None:
     assert (found["shadow_action"], found["shadow_policy"], found["shadow_count"]) == ("reject", "agents", 3)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-@pytest.mark.parametrize("error", [StoreError("down", kind="timeout"), ZeroDivisionError("a bug")], ids=["down", "bug"])
-def test_a_shadow_policy_s_dead_ring_is_its_own_affair(error: Exception, later: bool) -> None:
-    store = FailingStore("shadow:", error, later=later)
-    service = make_service(agents(mode="shadow"), agents() | {"id": "own"}, store=store)
-
-    assert send_all(service, [turn(n) for n in range(1, 4)], session_id="s") == [200, 200, 429]
+DOWN = StoreError("down", kind="timeout")
+SHADOWED = [agents(mode="shadow"), agents() | {"id": "own"}]
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-def test_while_the_store_is_down_this_process_remembers(later: bool) -> None:
-    service = make_service(agents(), store=FailingStore(error=StoreError("down", kind="timeout"), later=later))
+@pytest.mark.parametrize(
+    ("policies", "failing", "error", "counted"),
+    [
+        ([agents()], "", DOWN, (3, 3)),  # a ring of this process takes the place of the store's
+        (SHADOWED, "shadow:", DOWN, (3, 3)),
+        (SHADOWED, "shadow:", ZeroDivisionError("a bug"), (0, 0)),
+    ],
+    ids=["down", "down for shadow policies", "a bug for shadow policies"],
+)
+def test_a_loop_is_found_while_the_store_is_down(
+    policies: list[dict[str, Any]], failing: str, error: Exception, counted: tuple[int, int], later: bool
+) -> None:
+    """What becomes of a shadow policy's ring is its own affair."""
+    service = make_service(*policies, store=FailingStore(failing, error, later=later))
 
     assert send_all(service, [turn(n) for n in range(1, 4)], session_id="s") == [200, 200, 429]
-    assert sample(service, "store_errors_total", kind="timeout") == 3
-    assert sample(service, "fail_open_total", reason="store_error") == 3
+    found = sample(service, "store_errors_total", kind="timeout"), sample(service, "fail_open_total", reason="store_error")
+    assert found == counted
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])

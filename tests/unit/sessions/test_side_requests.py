@@ -39,7 +39,6 @@ def compact(count: int) -> bytes:
 
 
 def used(service: Service) -> tuple[int, int]:
-    """Steps and tool calls of the one session."""
     (run,) = service.reporter.sessions.copy()
     return run.standing.steps, run.standing.tool_calls
 

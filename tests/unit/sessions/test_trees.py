@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from time import time
 from typing import Any
@@ -52,14 +53,12 @@ OF_CALLER = Target(caller=hash_descriptor("x-team", "t"))
 
 
 def loops(similarity: str) -> dict[str, Any]:
-    """A policy that only detects loops."""
     loop = {"enabled": True, "similarity": similarity, "threshold_identical_requests": 3, "action": "reject"}
     loop |= {"window_seconds": 60} if similarity == "exact" else {}
     return {"id": "loops", "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-team"], "loop_detection": loop}}
 
 
 def send(service: Service, number: int, **names: str) -> ProcessingResponse:
-    """The answer to a request of its own."""
     return ask(service, turns(1, number=str(number)), session="", **names)
 
 
@@ -236,14 +235,25 @@ def test_the_refusal_and_the_event_have_the_command_that_lets_the_agent_begin(li
     assert (run["limits"], run["granted"]) == ({limit: 1}, {limit: 1})
 
 
-def test_a_note_counts_agents_that_were_granted() -> None:
-    service = make_service(limited(max_agents=2, escalate={"steer": {"max_agents": 2}}))
-    apply_orders(service, order(GRANT, IN_ROOT, grant=Grant(agents=2)))
-    answers = [send(service, number, **names) for number, names in enumerate([claude("a"), claude("b"), claude("c")])]
+@pytest.mark.parametrize(
+    ("most", "granted", "requests", "told"),
+    [
+        (2, 2, [claude("a"), claude("b"), claude("c")], ["", "2 of this session's 4", "3 of this session's 4"]),
+        (3, 0, [claude(), claude("a"), claude("b"), claude()], ["", "", *["2 of this session's 3"] * 2]),
+    ],
+    ids=["with granted ones", "to whichever agent asks"],
+)
+def test_a_note_says_how_many_agents_have_been_started(
+    most: int, granted: int, requests: list[dict[str, str]], told: list[str]
+) -> None:
+    service = make_service(limited(max_agents=most, escalate={"steer": {"max_agents": 2}}))
+    apply_orders(service, order(GRANT, IN_ROOT, grant=Grant(agents=granted)))
+
+    answers = [send(service, number, **names) for number, names in enumerate(requests)]
 
     notes = [answer.request_body.response.body_mutation.body.decode() for answer in answers]
-    told = [next((used for used in (2, 3) if f"{used} of this session's 4 agents" in note), 0) for note in notes]
-    assert told == [0, 2, 3]
+    found = [re.search(r"(\d+ of this session's \d+) agents have been started", note) for note in notes]
+    assert [each[1] if each else "" for each in found] == told
 
 
 @pytest.mark.slow
@@ -256,14 +266,6 @@ def test_grants_of_agents_end_where_trees_are_exact() -> None:
     refused = told(send(service, 99, **claude("b")))
     assert (refused["limit"], refused["allowed"]) == ("max_agents", 1_000)
     assert "operator" not in refused["message"]
-
-
-def test_a_session_near_its_limit_of_agents_is_told() -> None:
-    service = make_service(limited(max_agents=3, escalate={"steer": {"max_agents": 2}}))
-    answers = [send(service, number, **names) for number, names in enumerate([claude(), claude("a"), claude("b"), claude()])]
-
-    notes = [answer.request_body.response.body_mutation.body.decode() for answer in answers]
-    assert [("2 of this session's 3 agents have been started" in note) for note in notes] == [False, False, True, True]
 
 
 def test_reports_show_the_tree() -> None:
@@ -302,7 +304,6 @@ def test_shadow_policies_count_agents_and_refuse_none() -> None:
 
 
 def chat(first: str, calls: Sequence[tuple[str, dict[str, str]]] = ()) -> bytes:
-    """A conversation that nothing names."""
     done = [Did((call,), ("done",), number=number) for number, call in enumerate(calls, 1)]
     made = as_chat(done)
     made["messages"][0] = {"role": "user", "content": first}

@@ -19,7 +19,6 @@ _TURNS = st.lists(st.sampled_from(["a", "b"]), max_size=12).map(lambda turns: [(
 
 
 def name_freshly(number: int) -> bytes:
-    """A name that no other conversation has."""
     return (number + 1).to_bytes(8, "little")
 
 

@@ -27,7 +27,6 @@ from tests.support.windows import (
 
 
 def run(hit: Hit, times: list[int]) -> list[Count]:
-    """Count one request at each time."""
     state: Any = None
     answers = []
     for now in times:

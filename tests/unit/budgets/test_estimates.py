@@ -1,4 +1,4 @@
-"""A request that asks for several answers reserves them all."""
+"""What a request reserves before its answer says what it has used: all its answers, and prompts of very many parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from extproc.budgets.costs import PERIOD_UNITS
+from extproc.apis import open_conversation
+from extproc.apis.lengths import count_characters
+from extproc.budgets.costs import PERIOD_UNITS, estimate_prompt
+from extproc.request.document import MAX_STEPS, Document, NotCounted
 from tests.support.budget_policies import CHAT, REJECT, ask, limited, rule, serve
 from tests.support.service import metadata_of
 
@@ -18,7 +21,6 @@ CONTENTS = [{"role": "user", "parts": [{"text": "hello"}]}]
 
 
 def reserve(path: str, body: dict[str, Any]) -> int:
-    """The tokens that a request reserves for its answers."""
     service, _ = serve(limited(TOKENS))
     (described,) = json.loads(metadata_of(ask(service, path=path, content=json.dumps(body).encode()))["sessions"])
     return int(described["budgets"][0][3]) // PERIOD_UNITS
@@ -50,3 +52,33 @@ def reserve(path: str, body: dict[str, Any]) -> int:
 def test_each_answer_is_reserved(path: str, body: dict[str, Any], tokens: int) -> None:
     """However their number is written, and however long each may be; in doubt, the most that an upstream may read."""
     assert reserve(path, {"model": "m", **body}) == tokens
+
+
+TEXT = {"type": "text", "text": "a"}
+
+
+def _list_bodies(count: int) -> dict[str, dict[str, Any]]:
+    """Bodies with this many texts where only budgets look."""
+    user, texts = {"role": "user", "content": "x"}, [TEXT] * count
+    result = {"type": "tool_result", "tool_use_id": "c", "content": texts}
+    return {
+        "system": {"messages": [user], "system": texts},
+        "instructions": {"input": [user], "instructions": texts},
+        "result": {"messages": [{"role": "user", "content": [result]}]},
+        "parts": {"contents": [{"parts": [{"text": "x"}]}], "systemInstruction": {"parts": texts}},
+    }
+
+
+@pytest.mark.parametrize("place", _list_bodies(0))
+def test_long_lists_are_estimated_by_their_bytes(place: str) -> None:
+    """Counting them one by one would take too long."""
+    data = json.dumps(_list_bodies(MAX_STEPS + 1)[place]).encode()
+
+    with pytest.raises(NotCounted, match="inspect_limit"):
+        count_characters(open_conversation(Document(data)), data)
+    assert estimate_prompt(Document(data), len(data)) == -(-len(data) // 4)
+
+
+@pytest.mark.parametrize("place", _list_bodies(0))
+def test_shorter_lists_are_counted_one_by_one(place: str) -> None:
+    assert estimate_prompt(Document(json.dumps(_list_bodies(4_000)[place]).encode()), 0) in range(1_000, 1_010)
