@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import tempfile
@@ -18,18 +17,11 @@ from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Process, Stack, be_patient, eventually, stack
 from tests.support.meshes import BUILT, read_port
 from tests.support.servers import free_port
-
-
-def write_base64(data: bytes) -> str:
-    """As tokens have it."""
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
+from tests.support.tokens import KEY
 
 GATEWAYS = "istio-ingress"
 CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
 ISSUER = "https://idp.example.com"
-SECRET = b"a key that only this test knows, and long enough for HS256"
-KEY = {"kty": "oct", "alg": "HS256", "kid": "k", "k": write_base64(SECRET)}
 LABELS = {"istio": "ingressgateway"}
 
 POLICIES = bundle(

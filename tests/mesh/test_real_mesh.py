@@ -6,8 +6,6 @@ tests/support/chart/istio.py is the model of it that `make test` has.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import random
 import signal
@@ -29,23 +27,22 @@ from tests.mesh.istio import (
     ISSUER,
     LABELS,
     POLICIES,
-    SECRET,
     VALUES,
     count_missed,
     istio,
-    write_base64,
     write_endpoints,
 )
 from tests.support.chart import Object, Values, merged, objects, of_kind
 from tests.support.chart.istio import LEFT
 from tests.support.check_envoy import found as check
 from tests.support.check_envoy import report
-from tests.support.documents import bundle, policy
+from tests.support.documents import bare_policy, bundle, policy
 from tests.support.envoy_config import verdict
 from tests.support.harness import Loopguard, Stack, eventually, write_policies
 from tests.support.meshes import BUILT, FILTER, USER, cluster_names, each_istio, envoy_filter, statuses
 from tests.support.servers import free_port
 from tests.support.streams import over_http2
+from tests.support.tokens import sign
 
 pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
 
@@ -97,10 +94,7 @@ def test_routes_hand_over_their_policies(gateway: Stack) -> None:
 
 def test_a_route_that_claims_choose_is_guarded(gateway: Stack) -> None:
     """A request takes it only once its token is verified; without a token it takes another, which is not guarded."""
-    payload = {"iss": ISSUER, "sub": "s", "exp": 4_000_000_000, "team": "a"}
-    parts = [write_base64(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "k"}, payload)]
-    signature = hmac.new(SECRET, ".".join(parts).encode(), hashlib.sha256).digest()
-    token = {"authorization": f"Bearer {'.'.join([*parts, write_base64(signature)])}", **USER}
+    token = {**sign(iss=ISSUER, sub="s", team="a"), **USER}
 
     with_token = [gateway.send("/rest/claims", method="POST", body=b"same", headers=token).status for _ in range(4)]
 
@@ -119,14 +113,13 @@ def test_a_request_with_trailers_and_no_body_is_counted(gateway: Stack, path: st
 def test_tokens_of_sessions_are_read() -> None:
     """Istio takes what `envoy.usage: exact` adds, and Envoy tells Loopguard what an answer of a session took."""
     limits = {"max_cost_per_session": 10, "unknown_model": {"input": 1, "output": 1}}
-    session = {"session": {"keys": ["header:x-session-id"]}, "session_limits": limits}
-    spec = {"selector": {"pathPrefix": "/chat"}, "limit_keys": ["header:x-user-id"], **session}
-    values = merged(VALUES, {"policies": {"bundle": bundle({"id": "chat", "spec": spec})}, "envoy": {"usage": "exact"}})
+    session: Object = {"session": {"keys": ["header:x-session-id"]}, "session_limits": limits}
+    chat = bare_policy("chat", "/chat", limit_keys=["header:x-user-id"], **session)
+    values = merged(VALUES, {"policies": {"bundle": bundle(chat)}, "envoy": {"usage": "exact"}})
     values["istio"]["routes"] = [{"name": "chat"}]
     with istio(values) as made:
         for path in ("/rest", "/chat"):
-            headers = {**USER, "x-session-id": "s"}
-            assert made.send(path, method="POST", body=b"{}", headers=headers).status == 200
+            assert made.post(path, {}, {**USER, "x-session-id": "s"}).status == 200
         eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") == 1, "an entry")
 
         assert made.envoy.stat("json_to_metadata.resp.success") == 1

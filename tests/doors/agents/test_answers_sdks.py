@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import grpc
 import pytest
 
 from extproc.request.notes import ANSWER
 from tests.support.documents import bundle, policy
-from tests.support.harness import PATIENCE, Stack, stack
+from tests.support.harness import Stack, stack
 from tests.support.sdks import (
     SDKS,
     USER,
@@ -44,7 +43,6 @@ POLICIES = bundle(
         for status in (429, "auto")
     ),
     policy("completion", {"pathPrefix": "/completion/"}, similarity="turns", refuse_as="completion", limit_keys=KEYS),
-    policy("rpc", {"pathExact": "/rpc.Echo/Call"}, body="ignore", limit_keys=KEYS),
 )
 
 
@@ -102,19 +100,3 @@ def test_an_answer_of_the_model_is_logged_as_a_refusal(made: Stack, user: dict[s
 
     entry = made.envoy.logged("/completion/v1/chat/completions", status=200, details="loop_detected")
     assert (entry["loop_action"], entry["loop_policy"]) == ("reject", "completion")
-
-
-def test_grpc_clients_read_words(made: Stack, user: dict[str, str]) -> None:
-    """The status is RESOURCE_EXHAUSTED, and its details are the message alone."""
-    metadata = list(user.items())
-    with grpc.insecure_channel(f"127.0.0.1:{made.envoy.port}") as channel:
-        call = channel.unary_unary("/rpc.Echo/Call")
-        for _ in range(3):
-            with pytest.raises(grpc.RpcError) as refusal:
-                call(b"", metadata=metadata, timeout=PATIENCE)
-
-    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert refusal.value.details().startswith(
-        "Loop detected: this identical request (POST /rpc.Echo/Call) has been sent 3 times"
-    )
-    assert refusal.value.details().endswith(" (recursive_loop_detected)")

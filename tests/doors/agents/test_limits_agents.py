@@ -1,19 +1,33 @@
-"""Agents of every framework whose model never ends by itself: their sessions do, on two replicas that share Valkey."""
+"""Agents of every framework whose model never ends by itself: their sessions do, on two replicas that share Valkey.
+
+Beside limits, the preset `agents` with nothing but an API key: each key is a caller, and each run a conversation.
+"""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_model import USER, Answer, Call, Script
 
+from extproc.policy.presets import find_preset
 from tests.support.agents import DONE, Gate, again, same
 from tests.support.documents import bare_policy, bundle
 from tests.support.extent import deepen
-from tests.support.frameworks import FRAMEWORKS, Errand, Run, run_bedrock_agent, run_gemini_agent, run_messages_agent
+from tests.support.frameworks import (
+    FRAMEWORKS,
+    Errand,
+    Run,
+    run_bedrock_agent,
+    run_gemini_agent,
+    run_messages_agent,
+    run_ollama_agent,
+)
 
 CHECK = Call("check")
 STEPS = 4
@@ -26,8 +40,15 @@ def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # 
     return bare_policy(identity, f"/{identity}/", limit_keys=keys, session={"keys": keys}, session_limits=limits)
 
 
+PRESET: dict[str, Any] = json.loads(Path(find_preset("agents")).read_text())
+PRESET["spec"]["selector"]["pathPrefix"] = "/preset"
+PRESET["spec"]["session_limits"] = {"max_steps": 9, "reject_status": 400}
+for _detector in PRESET["spec"]["loop_detection"]:
+    _detector["reject_status"] = 400  # which no SDK retries
+
 REPLICAS = 2
 POLICIES = bundle(
+    PRESET,
     limited("steps", max_steps=STEPS),
     limited("calls", max_tool_calls=2),
     limited("finish", max_tool_calls=2, max_tool_calls_mode="finish"),
@@ -42,6 +63,7 @@ RUNS: dict[str, Run] = FRAMEWORKS | {
     "gemini": run_gemini_agent,
     "bedrock": run_bedrock_agent,
     "bedrock, signed": partial(run_bedrock_agent, signature="v4"),
+    "ollama": run_ollama_agent,
 }
 APIS = ("langchain", "openai-agents, responses", "anthropic", "gemini", "bedrock")
 """One run for each."""
@@ -53,6 +75,8 @@ SHOWING = [name for name in RUNS if name not in (*THREADS, "bedrock")]
 """They show their whole history, and have a key."""
 
 DECLARING = [name for name in RUNS if name not in (*THREADS, "bedrock, signed")]
+SILENT = "openai-agents, responses"
+"""Here the model says nothing beside its calls, so that runs are equal for as long as they go: none of them loops."""
 
 
 def run(gate: Gate, name: str, policy: str, user: str, script: Script) -> str:
@@ -170,3 +194,36 @@ def test_a_retry_of_the_sdk_is_no_second_step(gate: Gate, user: dict[str, str]) 
         run(gate, "openai-agents", "steps", user[USER], fail_twice)
 
     assert gate.model.asked[user[USER]] == STEPS + 2
+
+
+@pytest.mark.parametrize("name", deepen([name for name in SHOWING if not name.startswith("node")], "anthropic"))
+def test_each_caller_and_each_conversation_by_itself(gate: Gate, name: str) -> None:
+    """Two keys have three runs each of one task, all at once: those that get on use up their steps, one is in a loop."""
+    keys = [f"sk-{name.replace(' ', '').replace(',', '-')}-{letter}" for letter in "ab"]
+    for key in keys:
+        gate.model.scripts[key] = FOREVER
+
+    def run(key: str, number: int) -> tuple[int, str]:
+        """How often the tool was called, and what ended the run."""
+        results: list[str] = []
+
+        def check() -> str:
+            results.append(f"{len(results)} of run {number}" if number else "no such build: the name is not known here")
+            return results[-1]
+
+        with pytest.raises(Exception, match=r".") as ended:
+            RUNS[name](Errand(f"{gate.url}/preset", "", check, lambda: "It is done.", key))
+        return len(results), str(ended.value)
+
+    numbers = range(1, 4) if name == SILENT else range(3)
+    runs = [(key, number) for number in numbers for key in keys]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        ends = list(pool.map(run, *zip(*runs, strict=True)))
+
+    for (_, number), (made, said) in zip(runs, ends, strict=True):
+        loops = "turns were check with the same input and the same result"
+        assert ("used 9 of its 9 steps" if number else loops) in said
+        assert made == (9 if number else 7), said
+    asked = sum(9 if number else 7 for number in numbers)
+    assert [gate.model.asked[key] for key in keys] == [asked] * len(keys)
+    assert all(replica.metric("requests_total", policy="agents") > 0 for replica in gate.stack.replicas)

@@ -6,8 +6,9 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -148,94 +149,62 @@ async def connect_fastmcp(url: str, headers: Mapping[str, str]) -> AsyncIterator
         yield Session(call, list_tools)
 
 
-Connect = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager[Session]]
-CLIENTS: dict[str, Connect] = {
+CLIENTS: dict[str, Callable[[str, Mapping[str, str]], AbstractAsyncContextManager[Session]]] = {
     "mcp": connect_mcp,
-    "mcp-handshake": lambda url, headers: connect_mcp(url, headers, "legacy"),
+    "mcp-handshake": partial(connect_mcp, mode="legacy"),
     "fastmcp": connect_fastmcp,
 }
 
 
 @pytest.fixture(params=CLIENTS)
-def connect(request: pytest.FixtureRequest) -> Connect:
-    """Each client in turn."""
-    return CLIENTS[request.param]
+def use(request: pytest.FixtureRequest, made: Stack, user: dict[str, str]) -> Callable[..., list[Result]]:
+    """What comes of some calls in one session, in which the tools are listed before and after; by each client in turn."""
+
+    async def work(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Result]:
+        async with CLIENTS[request.param](f"http://127.0.0.1:{made.envoy.port}/mcp", user) as session:
+            listed = await session.list_tools()
+            results = [await session.call(*call) for call in calls]
+            assert await session.list_tools() == listed == ["search", "build", "wait_for_build"]
+            return results
+
+    return lambda *calls: asyncio.run(work(calls))
 
 
-def url_of(made: Stack) -> str:
-    """Where clients find the server."""
-    return f"http://127.0.0.1:{made.envoy.port}/mcp"
-
-
-def test_the_reason_is_a_result_and_the_session_goes_on(made: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_the_reason_is_a_result_and_the_session_goes_on(use: Callable[..., list[Result]], user: dict[str, str]) -> None:
     """The repeated call never reaches the server; the agent reads why, and its other calls are answered in the same session."""
     query = f"looping {user['x-user-id']}"
 
-    async def loop() -> tuple[list[Result], Result, list[str]]:
-        async with connect(url_of(made), user) as session:
-            results = [await session.call("search", {"query": query}) for _ in range(THRESHOLD + 1)]
-            return results, await session.call("search", {"query": query, "limit": 5}), await session.list_tools()
-
-    results, after, tools = asyncio.run(loop())
+    *results, after = use(*[("search", {"query": query})] * (THRESHOLD + 1), ("search", {"query": query, "limit": 5}))
 
     assert [result.failed for result in results] == [False] * (THRESHOLD - 1) + [True, True]
     assert results[-2].text.startswith("Loop detected: search has been called 3 times with the same arguments within ")
     assert after == Result(failed=False, text=f"5 results for {query}")
-    assert tools == ["search", "build", "wait_for_build"]
     assert served[query] == THRESHOLD
 
 
-def test_what_is_no_repeated_call_is_never_refused(made: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_what_is_no_repeated_call_is_never_refused(made: Stack, use: Callable[..., list[Result]]) -> None:
     """An agent connects again and again, lists the tools each time and calls one with other arguments: all is answered."""
     before = made.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call")
+    for number in range(2 * THRESHOLD):
+        assert use(("search", {"query": f"page {number}"})) == [Result(failed=False, text=f"10 results for page {number}")]
 
-    async def work() -> list[Result]:
-        results = []
-        for number in range(2 * THRESHOLD):
-            async with connect(url_of(made), user) as session:
-                assert await session.list_tools() == await session.list_tools()
-                results.append(await session.call("search", {"query": f"page {number}"}))
-        return results
-
-    results = asyncio.run(work())
-
-    assert results == [Result(failed=False, text=f"10 results for page {number}") for number in range(2 * THRESHOLD)]
     assert made.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call") >= before + 4 * THRESHOLD
 
 
-def test_a_new_session_does_not_start_a_new_count(made: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_a_new_session_does_not_start_a_new_count(use: Callable[..., list[Result]]) -> None:
     """An agent that reconnects before each call is still found to repeat it."""
+    failed = [use(("search", {"query": "again"}))[0].failed for _ in range(THRESHOLD)]
 
-    async def call() -> Result:
-        async with connect(url_of(made), user) as session:
-            return await session.call("search", {"query": "again"})
-
-    results = [asyncio.run(call()) for _ in range(THRESHOLD)]
-
-    assert [result.failed for result in results] == [False] * (THRESHOLD - 1) + [True]
+    assert failed == [False] * (THRESHOLD - 1) + [True]
 
 
-def test_tools_have_limits_of_their_own(made: Stack, connect: Connect, user: dict[str, str]) -> None:
+def test_tools_have_limits_of_their_own(use: Callable[..., list[Result]]) -> None:
     """A tool that waits may be called as often as the agent likes, and another one once, with the operator's words about it."""
+    *waits, built, refused = use(*[("wait_for_build", {"seconds": 5})] * 2 * THRESHOLD, *[("build", {"target": "all"})] * 2)
 
-    async def work() -> tuple[list[Result], list[Result]]:
-        async with connect(url_of(made), user) as session:
-            waits = [await session.call("wait_for_build", {"seconds": 5}) for _ in range(2 * THRESHOLD)]
-            return waits, [await session.call("build", {"target": "all"}) for _ in range(2)]
-
-    waits, builds = asyncio.run(work())
-
-    assert not any(result.failed for result in waits)
-    assert [result.failed for result in builds] == [False, True]
-    assert "has been called 2 times" in builds[1].text
-    assert "and was refused. A build takes an hour. Repeating it" in builds[1].text
-
-
-def ask(made: Stack, user: Mapping[str, str], message: Mapping[str, object], accept: str) -> tuple[int, str, bytes]:
-    """Status, content type and body of the answer to a JSON-RPC message."""
-    headers = {"content-type": "application/json", "accept": accept, **user}
-    answer = made.send("/a2a", method="POST", body=json.dumps(message).encode(), headers=headers)
-    return answer.status, answer.headers["content-type"], answer.body
+    assert [result.failed for result in (*waits, built, refused)] == [False] * (2 * THRESHOLD + 1) + [True]
+    assert "has been called 2 times" in refused.text
+    assert "and was refused. A build takes an hour. Repeating it" in refused.text
 
 
 @pytest.mark.parametrize("method", ["message/send", "SendMessage"])
@@ -245,31 +214,22 @@ def test_a_message_to_another_agent_is_refused_as_an_error(made: Stack, user: di
         parts = [{"kind": "text", "text": "Are you done?", "metadata": {"at": number}}]
         message = {"messageId": f"m-{number}", "contextId": f"c-{number}", "role": "user", "parts": parts}
         request = {"jsonrpc": "2.0", "id": f"id-{number}", "method": method, "params": {"message": message}}
-        status, content_type, body = ask(made, user, request, "application/json")
+        answer = made.post("/a2a", request, {"content-type": "application/json", "accept": "application/json", **user})
 
-    assert (status, content_type) == (200, "application/json")
-    answer = json.loads(body)
-    assert answer == {"jsonrpc": "2.0", "id": "id-2", "error": {"code": -32000, "message": answer["error"]["message"]}}
-    assert answer["error"]["message"].startswith("Loop detected: this same message has been sent 3 times within ")
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+    said = answer.json()["error"]["message"]
+    assert answer.json() == {"jsonrpc": "2.0", "id": "id-2", "error": {"code": -32000, "message": said}}
+    assert said.startswith("Loop detected: this same message has been sent 3 times within ")
 
 
 def test_who_takes_nothing_but_events_gets_one(made: Stack, user: dict[str, str]) -> None:
-    """A client whose accept header knows only event streams reads the refusal as the one message of such a stream."""
+    """A client whose accept header knows only event streams reads the refusal as one; Envoy's access log shows it as such."""
     request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search"}}
     for _ in range(THRESHOLD):
-        status, content_type, body = ask(made, user, request, "text/event-stream")
+        answer = made.post("/events", request, {"content-type": "application/json", "accept": "text/event-stream", **user})
 
-    assert (status, content_type) == (200, "text/event-stream")
-    event, data, *end = body.decode().split("\n")
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
+    event, data, *end = answer.body.decode().split("\n")
     assert (event, end) == ("event: message", ["", ""])
     assert json.loads(data.removeprefix("data: "))["result"]["isError"] is True
-
-
-def test_a_refusal_is_logged_as_one(made: Stack, user: dict[str, str]) -> None:
-    """Envoy's access log shows it under status 200, with the reason and the policy."""
-    request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search", "arguments": {"q": "log"}}}
-    for _ in range(THRESHOLD):
-        ask(made, user, request, "application/json")
-
-    entry = made.envoy.logged("/a2a", status=200, details="loop_detected")
-    assert entry["loop_policy"] == "tools"
+    assert made.envoy.logged("/events", status=200, details="loop_detected")["loop_policy"] == "tools"

@@ -19,6 +19,7 @@ import pytest
 from tests.support.chart.istio import http_manager
 from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
+from tests.support.looping import chat
 from tests.support.uploads import Upload, send
 
 DUPLEX = "FULL_DUPLEX_STREAMED"
@@ -38,7 +39,7 @@ LIMIT = 65_536
 SIZES = [0, 700, LIMIT, 3 * LIMIT]
 TRANSPORTS = ["fast", "grpcio"]
 
-pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+needs_tolerant = pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
 
 
 class Case(NamedTuple):
@@ -185,6 +186,7 @@ def check_statuses(answers: dict[Case, list[Answer]], expect: Callable[[Case], l
     assert [(case.user, several) for case, several in found.items() if several != expect(case)] == []
 
 
+@needs_tolerant
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     "cases", [MATRIX, ANSWERS, pytest.param(LARGE, marks=pytest.mark.deep)], ids=["requests", "answers", "large"]
@@ -224,6 +226,7 @@ Metrics.__init__ = break_it
 """
 
 
+@needs_tolerant
 @pytest.mark.parametrize(
     ("selector", "preamble"),
     [({"methods": ["PUT"]}, ""), pytest.param({"methods": ["PUT"]}, _BUG, marks=pytest.mark.deep), ({}, _BUG)],
@@ -243,6 +246,7 @@ def test_bodies_outlive_policies_that_do_not_match_and_errors_of_ours(
         assert (made.loopguard.metric("fail_open_total", reason="internal_error") > 0) == bool(preamble)
 
 
+@needs_tolerant
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bodies_outlive_an_overload(transport: str) -> None:
     """While --max-streams is used up by a held request, all others pass whole."""
@@ -262,19 +266,20 @@ def test_bodies_outlive_an_overload(transport: str) -> None:
         assert made.loopguard.metric("overload_total") == len(SOME)
 
 
+@needs_tolerant
 @pytest.mark.parametrize("drain_timeout", ["30", "0"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bodies_outlive_a_stop(transport: str, drain_timeout: str) -> None:
     """An upload under way when Loopguard stops arrives whole; a duplex that cannot is refused, never sent on in part."""
     cases = [case for case in SOME if case.size == 3 * LIMIT and case.response_mode == "NONE"]
-    halfway, goes_on = threading.Semaphore(0), threading.Event()
+    halfway, goes_on = threading.Barrier(len(cases) + 1, timeout=PATIENCE), threading.Event()
 
     def stop_halfway() -> None:
-        halfway.release()
+        halfway.wait()
         goes_on.wait(PATIENCE)
 
     def send_one(case: Case) -> Answer:
-        pauses: Iterator[Callable[[], object]] = iter([bool, stop_halfway])
+        pauses: Iterator[Callable[[], object]] = iter([bool, stop_halfway, bool])
 
         def pause() -> None:
             next(pauses, bool)()
@@ -284,8 +289,7 @@ def test_bodies_outlive_a_stop(transport: str, drain_timeout: str) -> None:
     flags = ["--transport", transport, "--drain-timeout", drain_timeout]
     with stack(guard(cases), *flags, **OPTIONS) as made, ThreadPoolExecutor(len(cases)) as pool:
         found = [pool.submit(send_one, case) for case in cases]
-        for _ in cases:
-            assert halfway.acquire(timeout=PATIENCE)
+        halfway.wait()
         waiting = [case for case in cases if case.mode in ("STREAMED", "BUFFERED_PARTIAL", DUPLEX)]
         metric = made.loopguard.metric
         eventually(lambda: metric("uncounted_total") == len(cases) - len(waiting), "the others' decisions")
@@ -300,3 +304,95 @@ def test_bodies_outlive_a_stop(transport: str, drain_timeout: str) -> None:
         refused = [500] if drain_timeout == "0" else [200]
         check_statuses(answers, lambda case: refused if case.mode == DUPLEX else [200])
         check_whole(made, answers)
+
+
+FORM_SIZES = [1, 70_000, 1_100_000]
+
+
+def in_duplex(config: str, *, keeps_length: bool = envoy_version() >= (1, 38)) -> str:
+    """The same configuration with trailers; Envoy 1.36 cannot keep content-length."""
+    document = read_yaml(config)
+    manager = http_manager(document)
+    manager["http_protocol_options"] = {"enable_trailers": True}
+    if not keeps_length:
+        del manager["http_filters"][0]["typed_config"]["allow_content_length_header"]
+    return json.dumps(document)
+
+
+FORMS = [
+    Upload("", b"x" * size, http2, length, trailers, headers={"x-user-id": f"{size} {http2} {length} {trailers}"})
+    for size, http2, length, trailers in product(FORM_SIZES, (False, True), (False, True), (False, True))
+    if http2 or not (length and trailers)
+]
+_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+_TURNS: dict[str, Any] = {**_USER, "similarity": "turns", "threshold_identical_requests": 3, "max_inspect_bytes": 4_000_000}
+DOCUMENT = bundle(
+    policy("pass", {"pathPrefix": "/pass"}, threshold_identical_requests=100, **_USER),
+    policy("warn", {"pathPrefix": "/warn"}, action="warn", threshold_identical_requests=2, **_USER),
+    policy("reject", {"pathPrefix": "/reject"}, threshold_identical_requests=2, **_USER),
+    policy("throttle", {"pathPrefix": "/throttle"}, action="throttle", threshold_identical_requests=2, **_USER),
+    policy("headers", {"pathPrefix": "/headers"}, threshold_identical_requests=2, body="ignore", **_USER),
+    policy("steer", {"pathPrefix": "/v1/chat"}, action="steer", **_TURNS),
+)
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def duplex(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """A stack whose Envoy keeps no bodies. Its limit is below most of them: it does not matter in this mode."""
+    with stack(DOCUMENT, "--transport", request.param, body_mode="duplex", buffer_limit=65_536, edit=in_duplex) as running:
+        yield running
+
+
+def arrived(duplex: Stack, path: str, form: Upload) -> list[bytes]:
+    """The bodies that reached the upstream."""
+    user = form.headers["x-user-id"]
+    return [seen.body for seen in duplex.upstream.seen if seen.target == path and seen.header("x-user-id") == user]
+
+
+@pytest.mark.parametrize(
+    ("action", "statuses"),
+    [("pass", [200, 200]), ("warn", [200, 200]), ("reject", [200, 429]), ("throttle", [200, 200]), ("headers", [200, 429])],
+)
+def test_each_action_keeps_bodies_whole(duplex: Stack, action: str, statuses: list[int]) -> None:
+    """What passes comes whole, with its warning; what is refused never reaches the upstream, not even in part."""
+    path = f"/{action}/all"
+
+    for form in FORMS:
+        answers = [send(duplex.envoy.port, form._replace(path=path)) for _ in range(2)]
+        assert [answer.status for answer in answers] == statuses
+        assert arrived(duplex, path, form) == [form.body] * statuses.count(200)
+
+    warned = [seen.header("x-fairvisor-warning") for seen in duplex.upstream.seen if seen.target == path]
+    assert warned.count("loop_warn") == (len(FORMS) if action == "warn" else 0)
+    assert duplex.loopguard.metric("uncounted_total", policy=action) == 0
+    eventually(lambda: duplex.loopguard.metric("streams_in_flight") == 0, "the end of all streams")
+
+
+def test_a_steered_body_arrives_edited(duplex: Stack) -> None:
+    """Its note is in it, whatever its form; a length that is told is right."""
+    path = "/v1/chat/completions"
+    for form in FORMS:
+        body = chat(3, padding=len(form.body))
+        assert send(duplex.envoy.port, form._replace(path=path, body=body)).status == 200
+        [edited] = arrived(duplex, path, form)
+        assert json.loads(edited)["messages"][:6] == json.loads(body)["messages"][:6]
+        assert "Loop detected" in json.loads(edited)["messages"][6]["content"]
+
+    assert {seen.header("x-loopguard-steered") for seen in duplex.upstream.seen if seen.target == path} == {"1"}
+    assert duplex.loopguard.metric("unsteered_total") == 0
+
+
+_NEEDS_KEPT = pytest.mark.skipif(envoy_version() < (1, 38), reason="keeping content-length needs Envoy 1.38")
+
+
+@pytest.mark.parametrize("allowed", [False, pytest.param(True, marks=_NEEDS_KEPT)])
+def test_the_told_length_is_that_of_the_body(allowed: bool) -> None:
+    """Envoy removes it, or keeps ours where its filter allows that."""
+    form = Upload("/pass/length", b"x" * 5_000, length=True, headers={"x-user-id": "ann"})
+    with stack(DOCUMENT, body_mode="duplex", edit=partial(in_duplex, keeps_length=allowed)) as duplex:
+        for upload in (form, form._replace(path="/v1/chat/completions", body=chat(3, padding=5_000))):
+            assert send(duplex.envoy.port, upload).status == 200
+
+        told = [seen.header("content-length") for seen in duplex.upstream.seen]
+        assert told == ([str(len(seen.body)) for seen in duplex.upstream.seen] if allowed else [None, None])
+        assert b"Loop detected" in duplex.upstream.seen[1].body

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extproc.cli.main import main
 from tests.support.documents import bare_policy, bundle
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
 from tests.support.servers import server
@@ -76,10 +73,9 @@ POLICIES = bundle(
 class Shop:
     """Envoy before a model that reports tokens, two replicas and Valkey."""
 
-    def __init__(self, made: Stack, model: Model, tokens: Path) -> None:
+    def __init__(self, made: Stack, model: Model) -> None:
         self.made = made
         self.model = model
-        self.tokens = tokens
         self._used: Counter[str] = Counter()
 
     def ask(self, path: str, key: str, reply: Reply | None = None, **body: object) -> Answer:
@@ -99,12 +95,10 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+def shop() -> Iterator[Shop]:
     """One for all tests."""
-    tokens = tmp_path_factory.mktemp("operator") / "tokens"
-    tokens.write_text("sesame-sesame-sesame-sesame")
-    with open_before_model(POLICIES, "--admin-token-file", str(tokens), replicas=2) as opened:
-        yield Shop(*opened, tokens)
+    with open_before_model(POLICIES, replicas=2) as opened:
+        yield Shop(*opened)
 
 
 def crowd(made: Stack, path: str, key: str, times: int) -> list[int]:
@@ -198,28 +192,6 @@ def test_what_a_killed_replica_has_let_through_stays_counted() -> None:
 
     assert before == [200] * 12
     assert after == [200] * 18 + [429] * 22
-
-
-def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command in the row of `/budgets` adds on both replicas, once, although it is sent to both."""
-    first, second = shop.made.replicas
-    before = {row["caller"] for row in first.ask("/budgets?policy=minimal")["budgets"]}
-
-    def find_row() -> Any:  # noqa: ANN401  # JSON
-        rows = first.ask("/budgets?policy=minimal&sort=refused")["budgets"]
-        return next((row for row in rows if row["caller"] not in before and row["refused"]), None)
-
-    assert [shop.ask("/minimal/x", "gus").status for _ in range(5)] == [200, 200, 200, 429, 429]
-    row = eventually(find_row, "the row of the caller")
-    command = shlex.split(row["commands"]["free"].partition(" --amount")[0])
-    both = ["--admin", first.admin_url, "--admin", second.admin_url, "--token-file", str(shop.tokens)]
-    assert main([*command[1:], "--amount", "2", *both]) == 0
-
-    assert (row["limit"], row["left"]) == (3, pytest.approx(0, abs=0.5))
-    assert "not added again" in capsys.readouterr().err
-    assert [shop.ask("/minimal/x", "gus").status for _ in range(3)] == [200, 200, 429]
-    assert main(["top", "--once", "--policy", "minimal", "--admin", second.admin_url]) == 0
-    assert "minimal/minimal-rule" in capsys.readouterr().out
 
 
 def test_replicas_without_their_store_let_no_more_pass_together() -> None:

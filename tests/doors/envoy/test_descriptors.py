@@ -1,39 +1,24 @@
-"""How Loopguard tells callers apart, through the real Envoy: verified claims, trusted addresses, named routes."""
+"""How Loopguard tells callers apart, through the real Envoy: claims, addresses, routes, bodies and several credentials."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
 import json
 import re
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.documents import bundle, policy
 from tests.support.harness import envoy_version, stack
-
-_KEY = b"a key that only this test knows, and long enough for HS256"
-
-
-def _base64(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
-
-def _token(key: bytes, **claims: Any) -> dict[str, str]:  # noqa: ANN401  # whatever a claim holds
-    """An authorization header with a signed JWT."""
-    payload = {"iss": "https://idp.example.com/", "aud": "llm-gateway", "exp": 4_000_000_000, **claims}
-    parts = [_base64(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "k"}, payload)]
-    signature = hmac.new(key, ".".join(parts).encode(), hashlib.sha256).digest()
-    return {"authorization": f"Bearer {'.'.join([*parts, _base64(signature)])}"}
+from tests.support.tokens import KEY, sign
 
 
 def _with_jwt_authn(jwks: Path) -> Callable[[str], str]:
     """Envoy's jwt_authn filter as the bootstrap's own comment has it, with a key of ours."""
-    jwks.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "k", "k": _base64(_KEY)}]}))
+    jwks.write_text(json.dumps({"keys": [KEY]}))
 
     def edit(config: str) -> str:
         start = config.index("# - name: envoy.filters.http.jwt_authn")
@@ -47,11 +32,12 @@ def _with_jwt_authn(jwks: Path) -> Callable[[str], str]:
 def test_claims_that_envoy_verified_tell_tenants_apart(tmp_path: Path) -> None:
     """Each org has its own count, whatever token of its it shows; a token with a forged signature never gets this far."""
     document = bundle(policy("p", {"pathPrefix": "/"}, limit_keys=["jwt:org_id", "jwt:level"]))
+    token = partial(sign, iss="https://idp.example.com/", aud="llm-gateway")
     with stack(document, edit=_with_jwt_authn(tmp_path / "jwks.json")) as made:
-        ann = made.repeat("/", 2, headers=_token(_KEY, org_id="org-a", level=7, jti="1"))
-        bob = made.repeat("/", 3, headers=_token(_KEY, org_id="org-b", level=7))
-        forged = made.repeat("/", 3, headers=_token(b"another key", org_id="org-a", level=7))
-        ann += made.repeat("/", 1, headers=_token(_KEY, org_id="org-a", level=7, jti="2"))
+        ann = made.repeat("/", 2, headers=token(org_id="org-a", level=7, jti="1"))
+        bob = made.repeat("/", 3, headers=token(org_id="org-b", level=7))
+        forged = made.repeat("/", 3, headers=token(b"another key", org_id="org-a", level=7))
+        ann += made.repeat("/", 1, headers=token(org_id="org-a", level=7, jti="2"))
 
         assert ann == bob == [200, 200, 429]
         assert forged == [401] * 3
@@ -93,3 +79,16 @@ def test_a_bypassed_upload_reaches_the_upstream_as_it_comes() -> None:
     with stack(bypassing) as made:
         assert made.repeat("/", 4, body=body, headers={"x-health-check": "1"}) == [200] * 4
         assert made.upstream.seen[-1].body == body
+
+
+def test_a_client_behind_junk_is_one_caller() -> None:
+    """A header that changes with every request does not make its client a new caller; another client is one."""
+    numbers = count()
+    with stack(bundle(policy("p", {"pathPrefix": "/"}, limit_keys=["credential"]))) as made:
+
+        def ask(secret: str) -> int:
+            headers = {"authorization": f"Bearer {secret}", "x-api-key": f"junk-{next(numbers)}"}
+            return made.post("/v1/messages", b"same", headers).status
+
+        assert [ask("sk-ann") for _ in range(3)] == [200, 200, 429]
+        assert ask("sk-bob") == 200

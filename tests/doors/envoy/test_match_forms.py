@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.paths import list_conditions, read_match
-from tests.support.envoy_config import verdict
-from tests.support.harness import ENVOY, Process, eventually
+from tests.support.chart.istio import http_manager
+from tests.support.documents import policy, read_yaml
+from tests.support.harness import stack
 
-_TYPE = "type.googleapis.com/envoy.extensions"
-_TEMPLATE = "path.match.uri_template.v3.UriTemplateMatchConfig"
+_TEMPLATE = "type.googleapis.com/envoy.extensions.path.match.uri_template.v3.UriTemplateMatchConfig"
 PATHS = (
     "/", "/v1", "/v1/", "/V1/", "/v1x", "/v1/chat", "/V1/CHAT", "/v1/chat/", "/v1/chat/completions", "/v1//chat",
     "/v1/chat;x=1", "/v1/chat%20x", "/v1/Chat-1_2.3~4", "/v1/chat:run", "/v1/42", "/v1/a+b", "/v2/chat",
@@ -39,7 +35,7 @@ MATCHES: list[dict[str, Any]] = [
         {
             "path_match_policy": {
                 "name": "envoy.path.match.uri_template.uri_template_matcher",
-                "typed_config": {"@type": f"{_TYPE}.{_TEMPLATE}", "path_template": template},
+                "typed_config": {"@type": _TEMPLATE, "path_template": template},
             }
         }
         for template in TEMPLATES
@@ -47,83 +43,50 @@ MATCHES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def name(number: int) -> str:
-    """The host whose first route has a match."""
-    return f"h{number}.example"
-
-
-def configure(matches: list[dict[str, Any]], admin: str) -> dict[str, Any]:
-    """An Envoy with a virtual host for each match, which answers 200 where it matches and else 404."""
-    hosts = [
+def add_hosts(text: str) -> str:
+    """A virtual host for each match, which answers 200 where it matches and else 404; paths are matched as they come."""
+    document = read_yaml(text)
+    manager = http_manager(document)
+    for key in ("normalize_path", "merge_slashes", "path_with_escaped_slashes_action"):
+        del manager[key]
+    manager["route_config"]["virtual_hosts"] = [
         {
-            "name": name(number),
-            "domains": [name(number)],
+            "name": f"h{number}",
+            "domains": [f"h{number}.example"],
             "routes": [
                 {"match": match, "direct_response": {"status": 200}},
                 {"match": {"prefix": "/"}, "direct_response": {"status": 404}},
             ],
         }
-        for number, match in enumerate(matches)
+        for number, match in enumerate(MATCHES)
     ]
-    manager = {
-        "@type": f"{_TYPE}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "forms",
-        "http_filters": [{"name": "router", "typed_config": {"@type": f"{_TYPE}.filters.http.router.v3.Router"}}],
-        "route_config": {"virtual_hosts": hosts},
-    }
-    chain = {"filters": [{"name": "manager", "typed_config": manager}]}
-    local = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
-    return {
-        "admin": {"address": local},
-        "static_resources": {"listeners": [{"name": admin, "address": local, "filter_chains": [chain]}]},
-    }
+    return json.dumps(document)
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of an Envoy with all matches."""
-    folder = tmp_path_factory.mktemp("forms")
-    config, admin = folder / "envoy.json", folder / "admin.txt"
-    config.write_text(json.dumps(configure(MATCHES, "forms")))
-    arguments = ["-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--admin-address-path", str(admin)]
-    process = Process([ENVOY, *arguments], folder / "envoy.log")
-    try:
-        eventually(lambda: admin.exists() and admin.read_text(), "Envoy's admin address")
-        page = f"http://{admin.read_text()}/listeners?format=json"
-        listeners = eventually(lambda: httpx.get(page).json().get("listener_statuses"), "the listener")
-        yield int(listeners[0]["local_address"]["socket_address"]["port_value"])
-    finally:
-        process.stop()
-
-
-def ask(port: int, host: str, path: str) -> bool:
-    """Whether Envoy takes the first route."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.putrequest("POST", path, skip_host=True)
-    connection.putheader("host", host)
-    connection.putheader("content-length", "0")
-    connection.endheaders()
-    status = connection.getresponse().status
-    connection.close()
-    return status == 200
+def taken() -> list[set[str]]:
+    """The paths that the real Envoy takes, by match."""
+    with stack(policy("p", {"pathPrefix": "/"}), edit=add_hosts) as made:
+        return [
+            {path for path in PATHS if made.post(path, b"", {"host": f"h{number}.example"}).status == 200}
+            for number in range(len(MATCHES))
+        ]
 
 
 @pytest.mark.parametrize("number", range(len(MATCHES)), ids=[json.dumps(match)[:70] for match in MATCHES])
-def test_envoy_takes_what_is_judged_to_match(port: int, number: int) -> None:
+def test_envoy_takes_what_is_judged_to_match(taken: list[set[str]], number: int) -> None:
     """Each answer but "not judged" is Envoy's; and of all paths, some are judged unless the syntax is RE2's own."""
     pattern = read_match(ConfigPlace(MATCHES[number]))
     judged = {path: pattern.takes(path) for path in PATHS}
-    taken = {path: ask(port, name(number), path) for path in PATHS}
 
-    assert {path: answer for path, answer in judged.items() if answer not in (None, taken[path])} == {}
-    assert all(pattern.reaches(path) is not False for path in PATHS if taken[path])
+    assert {path: answer for path, answer in judged.items() if answer not in (None, path in taken[number])} == {}
+    assert all(pattern.reaches(path) is not False for path in taken[number])
     assert list_conditions(ConfigPlace(MATCHES[number])) == []
 
 
-def test_envoy_agrees_which_routes_include_others(port: int) -> None:
+def test_envoy_agrees_which_routes_include_others(taken: list[set[str]]) -> None:
     """A route that is said to take all or none of another's paths does; a covered prefix is taken below, too."""
     patterns = [read_match(ConfigPlace(match)) for match in MATCHES]
-    taken = [{path for path in PATHS if ask(port, name(number), path)} for number in range(len(MATCHES))]
     for one, own in zip(patterns, taken, strict=True):
         for other, theirs in zip(patterns, taken, strict=True):
             assert not one.includes(other) or theirs <= own
@@ -131,8 +94,3 @@ def test_envoy_agrees_which_routes_include_others(port: int) -> None:
         for prefix in ("/", "/v1", "/v1/"):
             below = {path for path in PATHS if f"{path}/".startswith(f"{prefix.rstrip('/')}/") and path.startswith(prefix)}
             assert not one.covers(prefix) or below <= own
-
-
-def test_envoy_validates_all_forms(tmp_path: Path) -> None:
-    """So that none of the cases above is a mistake of the test."""
-    assert verdict(json.dumps(configure(MATCHES, "forms")), tmp_path).endswith(" OK\n")

@@ -167,17 +167,14 @@ def gateway() -> Iterator[Stack]:
         yield made
 
 
-def user(name: str) -> dict[str, str]:
-    """Headers of a user."""
-    return {"x-user-id": name}
-
-
 @pytest.mark.parametrize(
     ("path", "expected", "by"), [("/v1/chat", [200, 200, 429], "chat"), ("/named/a", [200, 429, 429], "strict")]
 )
-def test_the_rendered_filter_refuses_a_loop(gateway: Stack, path: str, expected: list[int], by: str) -> None:
+def test_the_rendered_filter_refuses_a_loop(
+    user: dict[str, str], gateway: Stack, path: str, expected: list[int], by: str
+) -> None:
     """On a named route: by the policy whose selector takes the path, or by the one that the route names."""
-    answers = [gateway.post(path, b"same", user("loop")) for _ in range(3)]
+    answers = [gateway.post(path, b"same", user) for _ in range(3)]
 
     assert [answer.status for answer in answers] == expected
     assert answers[2].headers["x-loopguard-policy"] == by
@@ -233,22 +230,22 @@ def count_streams(made: Stack) -> list[int]:
     return [made.envoy.stat(f"http.ingress.ext_proc.{name}.streams_started") for name in (FILTER, f"{FILTER}-canary")]
 
 
-def test_only_named_routes_meet_loopguard(gateway: Stack) -> None:
+def test_only_named_routes_meet_loopguard(user: dict[str, str], gateway: Stack) -> None:
     """The filter is off elsewhere; stable filter and canary count apart, for Prometheus as well."""
     started, unmatched = count_streams(gateway), gateway.loopguard.metric("unmatched_total")
 
-    assert gateway.repeat("/elsewhere", 4, headers=user("other")) == [200] * 4
+    assert gateway.repeat("/elsewhere", 4, headers=user) == [200] * 4
     assert (count_streams(gateway), gateway.loopguard.metric("unmatched_total")) == (started, unmatched)
-    gateway.post("/v1/chat", b"x", user("apart"))
+    gateway.post("/v1/chat", b"x", user)
     assert count_streams(gateway) == [before + 1 for before in started]
     assert "envoy_http_ext_proc_loopguard_guards_lg_loopguard_failure_mode_allowed" in gateway.envoy.admin("/stats/prometheus")
 
 
-def test_a_route_brings_its_own_policies(gateway: Stack) -> None:
+def test_a_route_brings_its_own_policies(user: dict[str, str], gateway: Stack) -> None:
     """What stands in the route's metadata acts: a warning that reaches upstream and client, and a throttle."""
-    answers = [gateway.send("/own/a", headers=user("own")) for _ in range(2)]
+    answers = [gateway.send("/own/a", headers=user) for _ in range(2)]
     warned = [seen.header("x-fairvisor-warning") for seen in gateway.upstream.seen if seen.target == "/own/a"]
-    throttled = gateway.repeat("/own/slow", 3, headers=user("slow"))
+    throttled = gateway.repeat("/own/slow", 3, headers=user)
 
     assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == warned == [None, "loop_warn"]
     assert throttled == [200] * 3
@@ -260,17 +257,17 @@ def test_a_route_brings_its_own_policies(gateway: Stack) -> None:
 RETRY = {"x-envoy-retry-on": "retriable-status-codes", "x-envoy-retriable-status-codes": "200", "x-envoy-max-retries": "5"}
 
 
-def test_one_count_is_one_upstream_request(gateway: Stack) -> None:
+def test_one_count_is_one_upstream_request(user: dict[str, str], gateway: Stack) -> None:
     """A client in a private network cannot have Envoy send its request again and again."""
     gateway.upstream.seen.clear()
 
-    gateway.send("/v1/chat?once", headers={**user("once"), **RETRY})
+    gateway.send("/v1/chat?once", headers={**user, **RETRY})
 
     assert [seen.target for seen in gateway.upstream.seen] == ["/v1/chat?once"]
 
 
 @pytest.mark.parametrize("case", ["istio-gateway", "istio-sidecar"])
-def test_a_dead_pod_costs_no_request_anything(case: str) -> None:
+def test_a_dead_pod_costs_no_request_anything(user: dict[str, str], case: str) -> None:
     """Every request that finds its Loopguard dead is decided by another one."""
     envoy, routes = {"failureMode": "deny", "bodyMode": "strict"}, [{"name": "default"}]
     more: Values = {"envoy": envoy, "canary": {"enabled": False}, "istio": {"routes": routes}, "policies": {"bundle": CHAT}}
@@ -287,20 +284,20 @@ def test_a_dead_pod_costs_no_request_anything(case: str) -> None:
         made.replicas[1].signal(signal.SIGKILL)
         made.replicas[1].wait()
 
-        assert {made.post(f"/{number}", headers=user("ann")).status for number in range(40)} == {200}
+        assert {made.post(f"/{number}", headers=user).status for number in range(40)} == {200}
 
 
-def test_the_buffer_limit_is_raised_and_kept(gateway: Stack) -> None:
+def test_the_buffer_limit_is_raised_and_kept(user: dict[str, str], gateway: Stack) -> None:
     """A body above Envoy's default of 1 MiB is looked at, one above the limit of the values is too large."""
-    found = gateway.repeat("/v1/chat", 3, body=b"x" * 3_000_000, headers=user("large"))
+    found = gateway.repeat("/v1/chat", 3, body=b"x" * 3_000_000, headers=user)
     with suppress(OSError):  # Envoy need not read on once it has answered
-        gateway.post("/v1/chat?large", b"x" * 11_000_000, user("large"))
+        gateway.post("/v1/chat?large", b"x" * 11_000_000, user)
 
     assert found == [200, 200, 429]
     assert gateway.envoy.logged("/v1/chat?large")["details"] == "request_payload_too_large"
 
 
-def test_the_canary_sees_what_the_stable_filter_sees(gateway: Stack) -> None:
+def test_the_canary_sees_what_the_stable_filter_sees(user: dict[str, str], gateway: Stack) -> None:
     """It counts every request, refused ones included, and no client notices; the upstream gets what the client sent."""
 
     def count() -> dict[str, float]:
@@ -308,48 +305,30 @@ def test_the_canary_sees_what_the_stable_filter_sees(gateway: Stack) -> None:
         return {action: metric("requests_total", policy="chat", action=action) for action in ("allow", "reject")}
 
     before = count()
-    found = gateway.repeat("/v1/chat", 5, body=b"y" * 100_000, headers=user("canary"))
+    found = gateway.repeat("/v1/chat", 5, body=b"y" * 100_000, headers=user)
 
     assert found == [200, 200, 429, 429, 429]
     eventually(lambda: count() == {"allow": before["allow"] + 2, "reject": before["reject"] + 3}, "the canary's count")
     assert (gateway.upstream.seen[-1].header("content-length"), len(gateway.upstream.seen[-1].body)) == ("100000", 100_000)
 
 
-def test_an_observing_filter_never_acts() -> None:
+def test_an_observing_filter_never_acts(user: dict[str, str]) -> None:
     """With observability_mode an enforcing policy counts but refuses no request, and a body above the limit passes."""
     with mesh(CASES["istio-shadow"], {"/": "default"}) as made:
-        found = made.repeat("/a", 5, body=b"same", headers=user("ann"))
-        large = made.post("/a", b"x" * 12_000_000, user("ann"))
+        found = made.repeat("/a", 5, body=b"same", headers=user)
+        large = made.post("/a", b"x" * 12_000_000, user)
         received = made.upstream.seen[-1]
 
         def is_third() -> bool:  # on a busy machine, Envoy ends some streams before Loopguard has read them
-            found.append(made.post("/a", b"same", user("ann")).status)
+            found.append(made.post("/a", b"same", user).status)
             return made.loopguard.metric("loops_detected_total", policy="chat") >= 3
 
         eventually(is_third, "the third loop")
         made.loopguard.stop()
-        found.append(made.post("/a", b"same", user("ann")).status)
+        found.append(made.post("/a", b"same", user).status)
 
     assert set(found) == {200}
     assert (large.status, len(received.body)) == (200, 12_000_000)
-
-
-@needs_content_length
-@pytest.mark.parametrize(("failure_mode", "alone"), [("allow", 200), ("deny", 500)])
-def test_a_tolerant_filter_lets_large_bodies_pass(failure_mode: str, alone: int) -> None:
-    """A body above the limit is not counted, but it passes; whether requests do without Loopguard is the failure mode's."""
-    values = merged(CASES["istio-sidecar"], {"policies": {"bundle": CHAT}, "envoy": {"failureMode": failure_mode}})
-    with mesh(values, {"/": "default"}) as made:
-        small = made.repeat("/a", 3, body=b"same", headers=user("ann"))
-        large = made.repeat("/a", 4, body=b"x" * 12_000_000, headers=user("ann"))
-        uncounted = made.loopguard.metric("uncounted_total", reason="body_truncated")
-        received = made.upstream.seen[-1]
-        made.loopguard.stop()
-        without = made.post("/a", b"other", user("ann")).status
-
-    assert (small, large, without) == ([200, 200, 429], [200] * 4, alone)
-    assert uncounted == 4
-    assert (received.header("content-length"), len(received.body)) == ("12000000", 12_000_000)
 
 
 @pytest.mark.parametrize(
@@ -380,38 +359,44 @@ def test_what_is_collected_in_parts_is_not_kept_for_retries(envoy: Values, expec
 
 
 @needs_content_length
-def test_one_route_of_a_gateway_is_tolerant() -> None:
+def test_one_route_of_a_gateway_is_tolerant(user: dict[str, str]) -> None:
     """Strict chat and tolerant uploads pass one filter: above the limit one gets a 413 and the other passes as it was sent."""
     both = bundle(policy("all", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"]), policy("named", {"pathPrefix": "/n"}))
     routes = [{"name": "chat"}, {"name": "files", "bodyMode": "tolerant", "policies": ["named"]}]
-    limited: Values = {"policies": {"bundle": both}, "envoy": {"bufferLimitBytes": 99_999}, "canary": {"enabled": False}}
+    limited: Values = {
+        "policies": {"bundle": both},
+        "envoy": {"bufferLimitBytes": 99_999, "failureMode": "deny"},
+        "canary": {"enabled": False},
+    }
     values = merged(CASES["istio-gateway"], {"istio": {"routes": routes}, **limited})
     with mesh(values, {"/chat": "chat", "/files": "files"}) as made:
-        small = [made.repeat(path, 3, body=b"same", headers=user("small")) for path in ("/chat", "/files")]
+        small = [made.repeat(path, 3, body=b"same", headers=user) for path in ("/chat", "/files")]
         with suppress(OSError):  # Envoy need not read on once it has answered
-            made.post("/chat", b"x" * 1_000_000, user("large"))
+            made.post("/chat", b"x" * 1_000_000, user)
         refused = eventually(lambda: made.loopguard.metric("uncounted_total", policy="all", reason="too_large"), "a 413")
-        large = made.repeat("/files", 4, body=b"x" * 1_000_000, headers=user("large"))
+        large = made.repeat("/files", 4, body=b"x" * 1_000_000, headers=user)
         received = made.upstream.seen[-1]
+        made.loopguard.stop()
+        without = made.post("/files", b"other", user).status
 
-    assert (small, refused, large) == ([[200, 200, 429]] * 2, 1, [200] * 4)
+    assert (small, refused, large, without) == ([[200, 200, 429]] * 2, 1, [200] * 4, 500)
     assert (received.header("content-length"), len(received.body)) == ("1000000", 1_000_000)
 
 
 # ---- Envoy Gateway
 
 
-def test_a_gateway_guards_as_envoy_gateway_runs_it() -> None:
+def test_a_gateway_guards_as_envoy_gateway_runs_it(user: dict[str, str]) -> None:
     """A loop is refused, a large body looked at, a throttle held without max_message_timeout, a request sent once."""
     values = merged(CASES["envoy-gateway"], {"envoy": {"failureMode": "deny"}})
     with stack(values["policies"]["bundle"], edit=lambda text: gateway_configuration(text, values), replicas=2) as made:
-        made.send("/once", headers={**user("once"), **RETRY})
+        made.send("/once", headers={**user, **RETRY})
         sent = len(made.upstream.seen)
-        held = made.repeat("/slow", 8, headers=user("ann"))  # by two replicas without a common store
+        held = made.repeat("/slow", 8, headers=user)  # by two replicas without a common store
         ignored = made.envoy.stat("http.ingress.ext_proc.override_message_timeout_ignored")
         made.replicas[1].signal(signal.SIGKILL)
         made.replicas[1].wait()
-        refused = made.repeat("/v1/chat", 3, body=b"x" * 3_000_000, headers=user("ann"))
+        refused = made.repeat("/v1/chat", 3, body=b"x" * 3_000_000, headers=user)
         found = {made.send(f"/{number}").status for number in range(40)}
 
     assert (sent, held, ignored) == (1, [200] * 8, 6)
@@ -450,8 +435,9 @@ def test_a_gateway_in_the_same_namespace_needs_no_grant() -> None:
 
     (grant,) = of_kind(there, "ReferenceGrant")
     (extension,) = of_kind(there, "EnvoyExtensionPolicy")
+    backend = extension["spec"]["extProc"][0]["backendRefs"][0]
     assert grant["spec"]["from"][0]["namespace"] == extension["metadata"]["namespace"] == "gateways"
-    assert grant["metadata"]["namespace"] == extension["spec"]["extProc"][0]["backendRefs"][0]["namespace"] == "guards"
+    assert grant["metadata"]["namespace"] == backend["namespace"] == "guards"
     assert of_kind(here, "ReferenceGrant") == []
 
 
@@ -528,7 +514,7 @@ def test_a_canary_that_acts_is_not_attached() -> None:
     assert CANARY_CLUSTER not in cluster_names(envoy_filter(values))
 
 
-def test_two_releases_on_one_gateway_guard_a_route_each() -> None:
+def test_two_releases_on_one_gateway_guard_a_route_each(user: dict[str, str]) -> None:
     """Each release's filter is on where that release names a route, and nowhere else."""
     values = merged(
         CASES["istio-gateway"], {"canary": {"enabled": False}, "istio": {"routes": [{"name": "chat"}], "scope": ""}}
@@ -546,7 +532,7 @@ def test_two_releases_on_one_gateway_guard_a_route_each() -> None:
         return json.dumps(patched(made, second))
 
     with stack(values["policies"]["bundle"], edit=both, replicas=2) as made:
-        found = [made.repeat(path, 3, body=b"x", headers=user("ann")) for path in routes]
+        found = [made.repeat(path, 3, body=b"x", headers=user) for path in routes]
         counted = [replica.metric("requests_total", policy="chat") for replica in made.replicas]
 
     assert found == [[200, 200, 429]] * 2
@@ -630,18 +616,19 @@ def test_the_test_pod_ends_whatever_injects_sidecars(sidecar: bool, native: str 
     assert pod["metadata"]["annotations"].get("sidecar.istio.io/nativeSidecar") == native
 
 
-@pytest.mark.parametrize("case", ["istio-gateway", "istio-sidecar", "envoy-gateway"])
-def test_notes_say_how_to_see_that_it_is_attached(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "command"),
+    [
+        ("istio-gateway", "istioctl -n istio-ingress proxy-config routes"),
+        ("istio-sidecar", "istioctl -n guards proxy-config routes"),
+        ("envoy-gateway", "kubectl -n gateways describe envoyextensionpolicy"),
+    ],
+)
+def test_notes_say_how_to_see_that_it_is_attached(case: str, command: str) -> None:
     """The command in the notes asks the mesh that is enabled, in its namespace."""
-    values = CASES[case]
-    notes = rendered(values)["loopguard/templates/NOTES.txt"]
-    there = (values.get("istio") or values["envoyGateway"]).get("namespace", "guards")
+    notes = rendered(CASES[case])["loopguard/templates/NOTES.txt"]
 
-    commands = {
-        "istio": f"istioctl -n {there} proxy-config routes",
-        "envoy": f"kubectl -n {there} describe envoyextensionpolicy",
-    }
-    assert commands[case.partition("-")[0]] in notes
+    assert command in notes
     assert "No route uses it yet" not in notes
 
 

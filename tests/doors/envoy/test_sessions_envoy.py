@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple
 
 import pytest
 
 from extproc.cli.main import main
+from extproc.policy.presets import find_preset
 from tests.support.documents import bare_policy, bundle
-from tests.support.harness import PATIENCE, Answer, Loopguard, Stack, envoy_version, eventually
-from tests.support.sdks import MODEL_SDKS
-from tests.support.servers import Server, server
+from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually
 from tests.support.session_limits import TOOL
 from tests.support.stacks import await_session, open_before_model
 from tests.support.turn_writers import Did, as_chat
@@ -32,55 +32,52 @@ AGENTS: dict[str, Any] = json.loads("""
 """)
 """A session file of an in-process SDK, as a policy."""
 
-CLAUDE = "anthropic.claude-3-5-sonnet-20240620-v1:0"
-BY_NAME = {
-    name: {"input": cents * 10_000, "output": 0}
-    for cents, name in enumerate((CLAUDE, "production", "gemini-2.5-pro", "claude-3-5-sonnet-v2@20241022", "gpt-4o"), 1)
-}
-"""This many cents for each token of the prompt."""
-
 TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
 
 
-def limited(identity: str, session: dict[str, Any] | None = None, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
     """A policy for what is below its name."""
-    named = {"keys": ["header:x-session-id"], **(session or {})}
+    named = {"keys": ["header:x-session-id"]}
     return bare_policy(identity, f"/{identity}/", limit_keys=["header:x-team"], session=named, session_limits=limits)
 
 
-_FOUR_DOLLARS: dict[str, Any] = {"max_cost_per_session": 4.0, "prices": TOKEN_COSTS_A_CENT}
-TOLD_POLICY = limited("told", **_FOUR_DOLLARS)
-TOLD_POLICY["spec"]["loop_detection"] = {
-    "enabled": True,
-    "window_seconds": 60,
-    "threshold_identical_requests": 3,
-    "similarity": "turns",
-    "action": "steer",
-}
+PATH = "/v1/chat/completions"
+SHARED = 6
+"""Steps of requests without a session; a cent for each token that the model is paid for."""
+
+
+PRESET = json.loads(Path(find_preset("sessions")).read_text())
+PRESET["spec"]["selector"]["pathPrefix"] = "/preset"
+
+
+def unnamed(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # keys
+    """A policy of session limits, with these for requests without a session."""
+    named = {"max_steps": 16, "prices": TOKEN_COSTS_A_CENT}
+    return bare_policy(identity, f"/{identity}/", limit_keys=["credential"], session_limits=named, unnamed_limits=limits)
+
+
+UNNAMED = (PRESET, unnamed("steps-of-all", max_steps=SHARED), unnamed("money-of-all", max_cost_per_session=3.0))
+
 
 POLICIES = bundle(
     AGENTS,
-    TOLD_POLICY,
-    limited("fewer", max_calls_per_tool={"issue_refund": 1}, **_FOUR_DOLLARS),
-    limited("named", max_cost_per_session=10_000.0, prices=BY_NAME, unknown_model={"input": 90_000, "output": 90_000}),
+    *UNNAMED,
     limited("cap", max_cost_per_session=0.1, prices=TOKEN_COSTS_A_CENT),
     limited("once", max_cost_per_session=1.0, prices=TOKEN_COSTS_A_CENT),
-    limited("asked", usage="request", **_FOUR_DOLLARS),
+    limited("asked", usage="request", max_cost_per_session=4.0, prices=TOKEN_COSTS_A_CENT),
     limited("errors", max_steps=100, circuit_breaker={"consecutive_errors": 3}),
     limited("steps", max_steps=3, circuit_breaker={"consecutive_blocks": 4}),
-    limited("flood", {"max_sessions_per_tenant": 3}, max_steps=2),
 )
 
 _numbers = count()
 
 
 class Bank(NamedTuple):
-    """Envoy before a model that sends bills, two replicas, Valkey; how replicas are started."""
+    """Envoy before a model that sends bills, two replicas, Valkey, and a file with the operator's token."""
 
     made: Stack
     model: Model
-    valkey: Server
-    flags: tuple[str, ...]
+    tokens: Path
 
     def send(self, reply: Reply, path: str, session: str, team: str = "red", body: bytes = b"") -> Answer:
         """A request that is like no other."""
@@ -100,7 +97,7 @@ class Bank(NamedTuple):
     def order(self, *arguments: str) -> None:
         """Give an order by the command, and wait until it applies on both replicas."""
         known = self._read_orders()
-        assert main([*arguments, "--admin", self.made.loopguard.admin_url, "--token-file", self.flags[-1]]) == 0
+        assert main([*arguments, "--admin", self.made.loopguard.admin_url, "--token-file", str(self.tokens)]) == 0
         eventually(lambda: (now := self._read_orders())[0] == now[1] != known[1], "the same order everywhere")
 
     def _read_orders(self) -> list[str]:
@@ -120,12 +117,8 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
     """One for all tests."""
     tokens = tmp_path_factory.mktemp("operator") / "tokens"
     tokens.write_text("correct-horse-battery-staple")
-    with server() as valkey:
-        flags = ("--store", f"redis://{valkey.address}", "--show-callers", "--admin-token-file", str(tokens))
-        with open_before_model(POLICIES, *flags, replicas=2) as (made, model):
-            yield Bank(made, model, valkey, flags)
-            for replica in made.replicas:
-                replica.stop()
+    with open_before_model(POLICIES, "--show-callers", "--admin-token-file", str(tokens), replicas=2) as opened:
+        yield Bank(*opened, tokens)
 
 
 @pytest.fixture
@@ -141,48 +134,6 @@ def read_refusal(answer: Answer) -> tuple[str, object, object]:
     expected = loop if detail["limit"] == "loop_detection" else ("session_limit_exceeded",) * 2
     assert (detail["error"], answer.headers["x-fairvisor-reason"]) == expected
     return detail["limit"], detail["used"], detail["allowed"]
-
-
-_CHAT = {"object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}]}
-_CONTENT = {"candidates": [{"content": {"role": "model", "parts": [{"text": "x"}]}}]}
-_MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "x"}]}
-_BEDROCK_ANSWER = whole(output={"message": {"role": "assistant", "content": [{"text": "x"}]}}, usage={"inputTokens": 100})
-_ARN = "arn:aws:bedrock:us-east-1:123456789012:inference-profile/us."
-
-
-@pytest.mark.parametrize(
-    ("sdk", "model", "answer", "dollars"),
-    [
-        ("converse", CLAUDE, _BEDROCK_ANSWER, 1),
-        ("converse", _ARN + CLAUDE, _BEDROCK_ANSWER, 1),
-        (
-            "anthropic-bedrock",
-            CLAUDE,
-            whole(**_MESSAGE, model="claude-3-5", usage={"input_tokens": 100, "output_tokens": 0}),
-            1,
-        ),
-        ("azure-deployment", "m", whole(**_CHAT, model="gpt-4o-2024-08-06", usage={"prompt_tokens": 100}), 2),
-        ("gemini", "gemini-2.5-pro", whole(**_CONTENT, usageMetadata={"promptTokenCount": 100}), 3),
-        ("vertex", "gemini-2.5-pro", whole(**_CONTENT, usageMetadata={"promptTokenCount": 100}), 3),
-        (
-            "anthropic-vertex",
-            "claude-3-5-sonnet-v2@20241022",
-            whole(**_MESSAGE, model="claude-3-5", usage={"input_tokens": 100, "output_tokens": 0}),
-            4,
-        ),
-        ("openai", "gpt-4o", whole(**_CHAT, model="gpt-4o-2024-08-06", usage={"prompt_tokens": 100}), 5),
-    ],
-)
-def test_the_price_in_the_policy_is_the_price_charged(  # a table
-    bank: Bank, session: str, sdk: str, model: str, answer: Reply, dollars: int
-) -> None:
-    """For the model as a program names it to its SDK, wherever that puts it, and whatever the model calls itself."""
-    bank.model.reply = answer
-    headers = {"x-team": "red", "x-session-id": session}
-
-    MODEL_SDKS[sdk](f"http://127.0.0.1:{bank.made.envoy.port}/named", model, headers)
-
-    assert bank.find(session, reserved_cost=0.0)["actual_cost"] == dollars
 
 
 def test_the_call_that_passes_the_cap_has_run_and_the_next_is_refused(bank: Bank, session: str) -> None:
@@ -239,29 +190,6 @@ def test_a_stream_is_asked_for_its_usage_and_reports_the_model_s_time(bank: Bank
     steps = eventually(find_steps, "the time of the tools")  # each replica knows when it let a step through
     assert [(step["tools"], step["tool_errors"], step["output_tokens"]) for step in steps] == [([], 0, 7), (["scan"], 1, 7)]
     assert all(0.3 <= step["model_seconds"] <= PATIENCE for step in steps)
-
-
-_WARNINGS = {"top level": "loop_warn", "tools": "loop_steer", "tool_choice": "loop_steer", "messages": "loop_warn"}
-"""A note has to read what is around the newest message, and that."""
-
-
-@pytest.mark.parametrize("place", _WARNINGS)
-@pytest.mark.parametrize("path", ["/told/x", "/fewer/x"])
-def test_a_body_that_cannot_be_changed_costs_what_it_costs(bank: Bank, session: str, path: str, place: str) -> None:
-    """With a byte that is no text in some key, calls of 2.25 dollars are over their 4 dollars after two, as all others are."""
-    keys = {"top level": b"nonce", "tools": b"parameters", "tool_choice": b"why", "messages": b"seen_at"}
-
-    statuses = []
-    for number in range(1, 9):
-        body = write_history("issue_refund", 3 if path == "/told/x" else 1, equal=True, tool_choice={"type": "auto", "why": 1})
-        body = body.replace(b'"role": "tool"', b'"role": "tool", "seen_at": 1')
-        answer = bank.send(tokens(225), path, session, body=body.replace(keys[place], b"\x80"))
-        statuses.append(answer.status)
-        if answer.status == 200:
-            assert answer.headers.get("x-fairvisor-warning", "") == (_WARNINGS[place] if path == "/told/x" else "")
-            bank.find(session, total_step_count=number, actual_cost=2.25 * number, reserved_cost=0.0)
-
-    assert statuses == [200] * 2 + [429] * 6
 
 
 def test_failures_in_a_row_kill_and_a_release_frees(bank: Bank, session: str) -> None:
@@ -322,37 +250,71 @@ def test_the_fields_own_format_ends_calls_of_tools(bank: Bank, session: str) -> 
     assert read_refusal(refused) == ("loop_detection", 3, 3)
 
 
-def test_a_restart_loses_nothing(bank: Bank, session: str) -> None:
-    """Both replicas are replaced in the middle of a session."""
-    assert bank.play("/steps/x", session, 2) == [200] * 2
-
-    for number, old in enumerate(bank.made.replicas):
-        old.stop()
-        bank.made.replicas[number] = Loopguard(bank.made.folder, *bank.flags, listen=old.address)
-    bank.made.loopguard = bank.made.replicas[0]
-    eventually(lambda: bank.play("/flood/x", f"probe-{next(_numbers)}", 1, f"probe-{next(_numbers)}") == [200])
-    eventually(lambda: bank.made.envoy.stat("cluster.loopguard.membership_healthy") == 2)
-
-    assert bank.play("/steps/x", session, 3) == [200, 429, 429]
+# ---- One prompt again and again, without a session's name
 
 
-def test_without_valkey_each_replica_counts_for_itself(bank: Bank, session: str) -> None:
-    """Requests are let through, and sessions still end."""
-    bank.valkey.kill()
+def ask(bank: Bank, text: str, turns: int = 0, path: str = f"/preset{PATH}", key: str = "k") -> int:
+    """What becomes of a request that shows this many turns, with an API key and nothing else."""
+    messages = [{"role": "user", "content": text}]
+    for number in range(turns):
+        messages += [{"role": "assistant", "content": f"{text}, {number}"}, {"role": "user", "content": "go on"}]
+    return bank.made.post(
+        path, {"model": "m", "max_tokens": 1, "messages": messages}, {"authorization": f"Bearer {key}"}
+    ).status
 
-    def probe() -> bool:
-        bank.play("/flood/x", f"probe-{next(_numbers)}", 2, f"probe-{next(_numbers)}")
-        return all("unavailable" in replica.get("/readyz")[1] for replica in bank.made.replicas)
 
-    eventually(probe, "two that know it")
-    eventually(lambda: bank.made.envoy.stat("cluster.loopguard.membership_healthy") == 2)
-    statuses = bank.play("/steps/x", session, 3)
+def test_the_preset_ends_a_plain_loop(bank: Bank) -> None:
+    """Whichever replica judges; a program without retries of its own gets a 429."""
+    assert [ask(bank, "Fetch the page", key="loop") for _ in range(60)] == [200] * 24 + [429] * 36
 
-    def is_over() -> bool:
-        statuses.extend(bank.play("/steps/x", session, 1))
-        return statuses.count(200) == 6  # three of each replica, whichever Envoy asks
 
-    eventually(is_over, "the steps of both replicas")
+def test_the_preset_lets_documents_and_samples_pass(bank: Bank) -> None:
+    """At once, under one key."""
+    texts = [f"Section {number}: {number} euros.\n\nWho pays?" for number in range(200)] + ["Name a colour."] * 20
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda text: ask(bank, text, key="batch"), texts))
 
-    assert statuses[:3] == [200] * 3
-    assert bank.play("/steps/x", session, 6) == [429] * 6
+    assert found == [200] * 220
+
+
+def test_single_requests_add_up(bank: Bank) -> None:
+    """Different prompts under one key; three retries of each are free."""
+    path = f"/steps-of-all{PATH}"
+
+    bank.model.reply = FREE
+    different = [ask(bank, f"Fetch page {number}", path=path, key="varied") for number in range(20)]
+    equal = [ask(bank, "Fetch the page", path=path, key="equal") for _ in range(40)]
+
+    assert different == [200] * SHARED + [429] * (20 - SHARED)
+    assert equal == [200] * 4 * SHARED + [429] * (40 - 4 * SHARED)
+
+
+def test_conversations_leave_room_for_others(bank: Bank) -> None:
+    """Far more than the limit begin under one key, four at a time, and each goes on."""
+    path = f"/steps-of-all{PATH}"
+
+    bank.model.reply = FREE
+
+    def run(number: int) -> list[int]:
+        return [ask(bank, f"Task {number}", turns, path, "agents") for turns in range(4)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, range(60)))
+
+    assert found == [[200] * 4] * 60
+
+
+def test_costs_of_single_requests_add_up(bank: Bank) -> None:
+    """A dollar each; those of conversations that go on are none of them."""
+    path = f"/money-of-all{PATH}"
+    bank.model.reply = whole(object="chat.completion", choices=[], usage={"prompt_tokens": 0, "completion_tokens": 100})
+
+    def pay(text: str, turns: int = 0) -> int:
+        before = bank.made.total("access_log_entries_total", result="taken")
+        status = ask(bank, text, turns, path, "payer")
+        if status == 200:
+            eventually(lambda: bank.made.total("access_log_entries_total", result="taken") > before, "an entry")
+        return status
+
+    assert [pay(f"Task {number}", turns) for number in range(5) for turns in range(2)] == [200] * 10
+    assert [pay(f"Fetch page {number}") for number in range(5)] == [200] * 3 + [429] * 2

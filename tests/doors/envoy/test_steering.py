@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from extproc.request.hash_key import read_hash_key
 from extproc.request.notes import END, OPENING, Marks, cut_notes, hash_words
 from tests.support.documents import bundle, policy
-from tests.support.harness import Loopguard, Seen, Stack, envoy_version, eventually, stack
+from tests.support.harness import Loopguard, Seen, Stack, eventually, stack
 from tests.support.looping import looping
 from tests.support.servers import server
 from tests.support.uploads import Upload, send
@@ -83,15 +82,6 @@ def test_the_upstream_gets_the_note(
     check_note(gate.upstream.seen[-1], sent)
 
 
-def test_checksums_of_the_old_body_do_not_go_with_the_new_one(gate: Stack, user: dict[str, str]) -> None:
-    """An upstream that checks them would refuse the request; those of an unchanged body are kept."""
-    sums = {"content-md5": "x", "digest": "sha-256=x", "content-digest": "sha-256=:x:", "repr-digest": "sha-256=:x:"}
-
-    for sent, expected in ((stuck(), set()), (stuck(times=1), set(sums))):
-        gate.post(PATH, sent, {**user, **sums})
-        assert {name for name in sums if gate.upstream.seen[-1].header(name) is not None} == expected
-
-
 def test_access_log_and_metrics_say_what_was_done(gate: Stack, user: dict[str, str]) -> None:
     """They know the steering for what it is, and nothing of it is a refusal."""
     before = gate.loopguard.metric("requests_total", policy="counted", action="steer")
@@ -116,13 +106,12 @@ def test_a_held_request_gets_its_note_as_well(
     check_note(gate.upstream.seen[-1], sent)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "br"])
-def test_what_cannot_be_steered_goes_on_as_it_is(gate: Stack, user: dict[str, str], encoding: str) -> None:
+def test_what_cannot_be_steered_goes_on_as_it_is(gate: Stack, user: dict[str, str]) -> None:
     """A compressed body arrives to the byte as it was sent, with a warning."""
     sent = gzip.compress(stuck(), mtime=0)
 
-    gate.post("/counted", sent, {**user, "content-encoding": encoding})
-    answer = gate.post("/counted", sent, {**user, "content-encoding": encoding})
+    gate.post("/counted", sent, {**user, "content-encoding": "gzip"})
+    answer = gate.post("/counted", sent, {**user, "content-encoding": "gzip"})
 
     assert (answer.status, answer.headers["x-fairvisor-warning"]) == (200, "loop_warn")
     assert gate.upstream.seen[-1].body == sent
@@ -130,37 +119,20 @@ def test_what_cannot_be_steered_goes_on_as_it_is(gate: Stack, user: dict[str, st
     assert gate.loopguard.metric("unsteered_total", policy="counted", reason="content_encoding") >= 1
 
 
-@pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
-def test_under_a_tolerant_filter_nothing_is_changed(user: dict[str, str]) -> None:
-    """BUFFERED_PARTIAL does not guarantee the whole body: the request continues with a warning, and body_mode is counted."""
-    sent = stuck()
-    with stack(POLICIES, body_mode="tolerant") as made:
-        answer = made.post(PATH, sent, user)
-
-        assert answer.headers["x-fairvisor-warning"] == "loop_warn"
-        assert made.upstream.seen[-1].body == sent
-        assert made.loopguard.metric("unsteered_total", policy="steer", reason="body_mode") == 1
-
-
 # --- one key for all who meet a note
 
 
-@contextmanager
-def _sharing(how: str, key_file: Path) -> Iterator[list[str]]:
-    """Flags of processes that have one hash key."""
-    if how == "file":
-        yield ["--hash-key-file", str(key_file)]
-        return
+@pytest.fixture(params=["file", "valkey"])
+def flags(request: pytest.FixtureRequest, key_file: Path) -> Iterator[list[str]]:
+    """Of processes that have one hash key."""
     with server() as one:
-        yield ["--store", f"redis://{one.address}"]
+        yield ["--hash-key-file", str(key_file)] if request.param == "file" else ["--store", f"redis://{one.address}"]
 
 
-@pytest.mark.parametrize("how", ["file", "valkey"])
-def test_gateway_and_sidecar_add_one_note(user: dict[str, str], key_file: Path, how: str) -> None:
+def test_gateway_and_sidecar_add_one_note(user: dict[str, str], flags: list[str]) -> None:
     """The second Loopguard on the way sees the same loop, and leaves the note as it is."""
     sent = stuck()
     with (
-        _sharing(how, key_file) as flags,
         stack(POLICIES, *flags) as sidecar,
         stack(POLICIES, *flags, upstream=f"127.0.0.1:{sidecar.envoy.port}") as gateway,
     ):
@@ -172,14 +144,13 @@ def test_gateway_and_sidecar_add_one_note(user: dict[str, str], key_file: Path, 
         assert sidecar.loopguard.metric("requests_total", policy="steer", action="steer") == 1
 
 
-@pytest.mark.parametrize("how", ["file", "valkey"])
-def test_replicas_and_those_that_come_after_them_know_the_notes(user: dict[str, str], key_file: Path, how: str) -> None:
+def test_replicas_and_those_that_come_after_them_know_the_notes(user: dict[str, str], flags: list[str]) -> None:
     """Each of two replicas, and a new process in place of one, leaves a body with a note unchanged.
 
     Nothing is refused here: the same request again is a turn of its own after some retries.
     """
     policies = bundle(policy("steer", {"pathExact": PATH}, **{**STEER, "escalate": {}}))
-    with _sharing(how, key_file) as flags, stack(policies, *flags, replicas=2) as made:
+    with stack(policies, *flags, replicas=2) as made:
 
         def pass_on(data: bytes) -> bytes:
             assert made.post(PATH, data, user).status == 200

@@ -1,4 +1,4 @@
-"""What happens to streams: WebSockets, gRPC, trailers, partial bodies, unmatched requests, hostile ones."""
+"""Streams and long bodies through the real Envoy: gRPC, WebSockets, HTTP/2, histories in pieces, hostile requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import websockets.sync.server
 from tests.support.documents import bundle, policy
 from tests.support.extent import deepen
 from tests.support.harness import PATIENCE, Stack, envoy_version, eventually, stack
-from tests.support.looping import looping
 from tests.support.streams import over_http2
+from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
 
 _ECHO = "/loopguard.test.Echo"
 
@@ -43,45 +43,6 @@ def _grpc_upstream() -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(None)
-
-
-def _chunks(data: bytes, size: int = 10_000) -> Iterator[bytes]:
-    return (data[place : place + size] for place in range(0, len(data), size))
-
-
-LOOKING = bundle(
-    policy("tail", {"pathExact": "/tail"}, similarity="tail"),
-    policy("calls", {"pathExact": "/calls"}, similarity="tool_calls"),
-    policy("small", {"pathExact": "/small"}, similarity="tail", max_inspect_bytes=50_000),
-)
-
-
-@pytest.mark.parametrize("observed", [False, True], ids=["waited for", "observed"])
-@pytest.mark.parametrize("transport", ["fast", "grpcio"])
-def test_streamed_bodies_are_looked_into(transport: str, observed: bool) -> None:
-    """Where Envoy streams bodies to us, even if it does not wait for answers, what came in chunks is looked into as one."""
-    if transport == "grpcio" and observed and envoy_version() == (1, 38):
-        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what has not been read by then")
-
-    def streamed(config: str) -> str:
-        config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
-        return (
-            config.replace("failure_mode_allow:", "observability_mode: true\n              failure_mode_allow:")
-            if observed
-            else config
-        )
-
-    conversation = looping(3, padding="x" * 200_000)
-    with stack(LOOKING, "--transport", transport, edit=streamed) as made:
-        for path in ("/tail", "/calls", "/small"):
-            for _ in range(4):
-                made.send(path, method="POST", body=_chunks(conversation))
-
-        metric = made.loopguard.metric
-        eventually(lambda: metric("requests_total") + metric("uncounted_total") == 12)
-        assert metric("detections_total", policy="calls", detector="default", action="reject") == 4
-        assert metric("detections_total", policy="tail", detector="default", action="reject") == 2
-        assert metric("uncounted_total", policy="small", reason="inspect_limit") == metric("uncounted_total") == 4
 
 
 GRPC = bundle(
@@ -138,6 +99,9 @@ def test_a_grpc_loop_is_refused_as_grpc(channel: grpc.Channel) -> None:
 
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert dict(refusal.value.trailing_metadata())["x-loopguard-policy"] == "ignoring"
+    said = refusal.value.details()
+    assert said.startswith(f"Loop detected: this identical request (POST {_ECHO}/Ignored) has been sent 3 times")
+    assert said.endswith(" (recursive_loop_detected)")
 
 
 @pytest.mark.parametrize("body_mode", ["strict", _TOLERANT])
@@ -210,20 +174,6 @@ def test_where_envoy_retries_bodies_arrive_as_they_were_sent(path: str) -> None:
             assert hash(made.upstream.seen[-1].body) == hash(body)  # which are too long to be shown
 
 
-def test_without_a_body_phase_nothing_is_taken_for_equal() -> None:
-    """Where Envoy is configured to send no bodies, requests with bodies pass uncounted instead of colliding."""
-
-    def no_bodies(config: str) -> str:
-        assert "request_body_mode: BUFFERED" in config
-        return config.replace("request_body_mode: BUFFERED", "request_body_mode: NONE")
-
-    document = bundle(policy("p", {"pathPrefix": "/"}), policy("i", {"pathExact": "/i"}, body="ignore"))
-    with stack(document, edit=no_bodies) as made:
-        assert [made.post("/", b"%d" % number).status for number in range(5)] == [200] * 5
-        assert [made.post("/i", b"%d" % number).status for number in range(3)] == [200, 200, 429]
-        assert made.loopguard.metric("uncounted_total", policy="p", reason="no_body_phase") == 8
-
-
 _HOSTILE = {
     "invalid UTF-8 in a header": b"GET /reject/h1 HTTP/1.1\r\nhost: h\r\nx-user-id: \xff\xfe\r\n\r\n",
     "%00 in the query": b"GET /reject/h2?a=%00&%00 HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
@@ -267,3 +217,47 @@ def test_many_requests_at_once_count_exactly_once_each(shared: Stack, user: dict
         statuses = list(pool.map(lambda _: shared.send("/reject/race", headers=user).status, range(200)))
 
     assert sorted(statuses) == [200] * 2 + [429] * 198
+
+
+WRITERS = {"/v1/chat/completions": as_chat, "/v1/responses": as_responses, "/v1/messages": as_anthropic}
+POLICIES = bundle(policy("p", {"pathPrefix": "/v1/"}, similarity="turns", threshold_identical_requests=3))
+
+
+def stream(config: str) -> str:
+    """The same configuration with bodies in pieces."""
+    assert "request_body_mode: BUFFERED\n" in config
+    return config.replace("request_body_mode: BUFFERED\n", "request_body_mode: STREAMED\n")
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Every door into the service."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=[str, stream], ids=["buffering", "streaming"])
+def made(request: pytest.FixtureRequest, transport: str) -> Iterator[Stack]:
+    """Envoy sends bodies as a whole or in pieces, of which only the ends are kept."""
+    with stack(POLICIES, "--transport", transport, buffer_limit=8_000_000, edit=request.param) as running:
+        yield running
+
+
+def eight_turns(path: str, size: int, *, loops: bool) -> bytes:
+    """A request with eight turns, equal or not, of about this many bytes in all; its texts look like messages."""
+    turns = []
+    for number in range(1, 9):
+        name = "a.py" if loops else f"{number}.py"
+        text = f'{name}: "}},{{"role":"user","content":"\\'
+        turns.append(Did((("read", {"path": name}),), (text * (size // 8 // len(json.dumps(text))),), number=number))
+    return json.dumps(WRITERS[path](turns)).encode()
+
+
+@pytest.mark.parametrize("path", WRITERS)
+def test_a_long_history_is_guarded_as_a_short_one_is(made: Stack, path: str) -> None:
+    """Eight equal turns in 0.5 or 1.2 MB are a loop; at 4 MB the newest of them alone is certain, and so it is none."""
+    for size, status in ((500_000, 429), (1_200_000, 429), (4_000_000, 200)):
+        assert made.post(path, eight_turns(path, size, loops=True)).status == status
+        sent = eight_turns(path, size, loops=False)
+        assert made.post(path, sent).status == 200
+        assert made.upstream.seen[-1].body == sent
