@@ -83,8 +83,8 @@ IMPORTED = {
         changing history limits names prices rates session_limits
     """,
     "store": """
-        backend care client credentials key_sharing known_refusals link memory pending pushes redis remote
-        remote_documents replicas resp rules scripts side_connections topology
+        backend care client credentials key_sharing known_refusals link memory pending pushes redis remote replicas resp
+        rules scripts shard side_connections topology
     """,
     "store/rules": """
         budget chain documents ring root session take_back tree windows
@@ -102,10 +102,6 @@ READERS = {
     "tests/bench/scan.py": 1,
     "tests/bench/similarity.py": 3,
     "tests/doors/ext_proc/test_access_log.py": 1,
-    "tests/doors/store/test_redis.py": 27,
-    "tests/doors/transport/test_acceptor.py": 19,
-    "tests/doors/transport/test_door.py": 9,
-    "tests/doors/transport/test_honest_envoy.py": 1,
     "tests/doors/transport/test_tls.py": 7,
     "tests/project/test_helm_refusals.py": 1,
     "tests/support/operated.py": 1,
