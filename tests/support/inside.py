@@ -102,7 +102,6 @@ READERS = {
     "tests/bench/scan.py": 1,
     "tests/bench/similarity.py": 3,
     "tests/doors/ext_proc/test_access_log.py": 1,
-    "tests/doors/transport/test_tls.py": 7,
     "tests/project/test_helm_refusals.py": 1,
     "tests/support/operated.py": 1,
     "tests/support/promql.py": 4,
@@ -143,8 +142,6 @@ READERS = {
     "tests/unit/store/test_urls.py": 1,
     "tests/unit/test_bounded.py": 4,
     "tests/unit/test_reload.py": 4,
-    "tests/unit/transport/test_headers.py": 2,
-    "tests/unit/transport/test_http2_bounds.py": 8,
 }
 """How many private attributes a file still reads, sets or imports."""
 

@@ -370,14 +370,14 @@ class Driver:
         """The store of another replica, with the same keys."""
         return Driver(self._url, self._name)
 
-    def settled(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # whatever was asked for
+    async def later(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # whatever was asked for
         """What the store answers, whether at once or later."""
+        answer = ask(self.store)
+        return await answer if inspect.isawaitable(answer) else answer
 
-        async def answered() -> object:
-            answer = ask(self.store)
-            return await answer if inspect.isawaitable(answer) else answer
-
-        return self._runner.run(answered())
+    def settled(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # as above
+        """The same, waited for."""
+        return self._runner.run(self.later(ask))
 
     def refuse(self, asked: Sequence[Any] | None = None) -> StoreError | None:
         """The error of a store that does not answer, if so; asked for a hit where nothing else is given."""
@@ -395,12 +395,13 @@ class Driver:
 
     def count(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
         """Count under keys of this driver's."""
-        return list(self.settled(lambda _: self.ask(hits, now)))
+        return list(self._runner.run(self.ask(hits, now)))
 
     async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
         """The same on the loop."""
-        answer = self.store.hit([replace(hit, key=self.key(hit)) for hit in hits], now)
-        return await answer if inspect.isawaitable(answer) else answer
+        placed = [replace(hit, key=self.key(hit)) for hit in hits]
+        counts: Sequence[Count] = await self.later(lambda store: store.hit(placed, now))
+        return counts
 
     def account(self, asked: Sequence[Step | Settlement], now: int | None = None) -> list[Standing]:
         """What sessions ask."""
