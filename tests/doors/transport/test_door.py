@@ -27,14 +27,17 @@ from tests.support.engine import ANY
 from tests.support.grpc import body, call
 from tests.support.harness import PATIENCE
 from tests.support.http2 import HELLO, frame
+from tests.support.http2 import headers as header_frame
 from tests.support.messages import headers
 from tests.support.service import make_service, sample
 from tests.support.transport import LOOPS, Running, open_running
 
+PROCESS = f"/{EXT_PROC}/Process".encode()
 
-def opening(stream: int, path: str = f"/{EXT_PROC}/Process", **fields: Any) -> bytes:  # noqa: ANN401  # values of headers
+
+def opening(stream: int, path: bytes = PROCESS, **fields: Any) -> bytes:  # noqa: ANN401  # values of headers
     """The headers that open a call."""
-    return call(stream, path.encode(), **fields)
+    return call(stream, path, **fields)
 
 
 def message(stream: int, content: bytes) -> bytes:
@@ -44,7 +47,7 @@ def message(stream: int, content: bytes) -> bytes:
 
 def check(stream: int) -> bytes:
     """A health check."""
-    return opening(stream, f"/{HEALTH}/Check") + message(stream, HealthCheckRequest().SerializeToString())
+    return opening(stream, f"/{HEALTH}/Check".encode()) + message(stream, HealthCheckRequest().SerializeToString())
 
 
 def ask(stream: int) -> bytes:
@@ -261,7 +264,7 @@ def test_health_watches_of_a_connection_are_bounded(run: Run) -> None:
     async def steps(door: Door) -> None:
         client = door.connect()
         for number in range(1, 202, 2):
-            await client.send(opening(number, f"/{HEALTH}/Watch") + message(number, b""))
+            await client.send(opening(number, f"/{HEALTH}/Watch".encode()) + message(number, b""))
 
         await client.end(201, 8)
         await client.send(check(203))
@@ -356,11 +359,22 @@ def test_a_length_that_is_none_ends_its_stream_alone(run: Run, length: str) -> N
     """A content-length that is not a valid number resets the stream, whatever its length; the connection continues."""
 
     async def steps(door: Door) -> None:
-        client = door.connect(HELLO + opening(1, f"/{HEALTH}/Check", content_length=length.encode()))
+        client = door.connect(HELLO + opening(1, f"/{HEALTH}/Check".encode(), content_length=length.encode()))
         await client.read_until(http2.RST_STREAM, 1)
         await client.send(check(3))
 
         await client.end(3)
+
+    run(steps)
+
+
+def test_odd_metadata_is_harmless(run: Run) -> None:
+    """Header names and values of any bytes are accepted, and the call is answered."""
+    pairs = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", PROCESS), (b"content-type", b"application/grpc"))
+    odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
+
+    async def steps(door: Door) -> None:
+        await door.connect(HELLO + header_frame(1, pairs=(*pairs, *odd)) + ask(1)).end(1)
 
     run(steps)
 

@@ -75,31 +75,6 @@ def test_a_tree_in_every_store(store: Driver, case: str) -> None:
     assert told == [expected for *_, expected in moves]
 
 
-RAISED = {
-    "agents": (AgentLimits(agents=1), AgentLimits(agents=2), 0, "max_agents"),
-    "depth": (AgentLimits(depth=1), AgentLimits(depth=2), 1, "max_depth"),
-    "active": (AgentLimits(concurrent=1), AgentLimits(concurrent=2), 0, "max_concurrent_agents"),
-    "in a minute": (AgentLimits(spawns=1), AgentLimits(spawns=2), 0, "max_spawns_per_minute"),
-}
-"""Limits, what they are with a grant, the parent of a second agent, and what refuses it."""
-
-
-@pytest.mark.parametrize("case", RAISED)
-def test_a_granted_agent_begins_and_goes_on_without_the_grant(store: Driver, case: str) -> None:
-    """Each limit lets another agent begin once more is allowed, in every store, and then refuses the next again."""
-    limits, granted, parent, expected = RAISED[case]
-    session = limit(idle_ms=3_600_000)
-    asked = [(1, 0, limits), (2, parent, limits), (2, parent, granted), (3, 2, granted), (2, parent, limits), (3, 2, limits)]
-
-    told = [
-        tell_tree(store.account([ask_in_tree(number, agent, allowed, above, session)], number)[0])
-        for number, (agent, above, allowed) in enumerate(asked)
-    ]
-
-    assert [each.limit for each in told] == ["", expected, "", expected, "", expected]
-    assert [each.tree[0] for each in told] == [1, 1, 2, 2, 2, 2]
-
-
 @settings(max_examples=examples(60))
 @given(
     moves=TREE_MOVES,
