@@ -20,10 +20,12 @@ Seen: TypeAlias = tuple[str, int, bytes]
 
 
 def call(stream: int = 1, path: bytes = STREAMING, flags: int = 0, **changed: bytes) -> bytes:
-    """The headers that open a call."""
+    """The headers that open a call, with other fields or more of them."""
     fields = {":method": b"POST", ":scheme": b"http", ":path": path, "content-type": b"application/grpc", "x-loopguard-a": b"b"}
     fields["te"] = b"trailers"
-    pairs = [(name.encode(), changed.get(name.strip(":").replace("-", "_"), value)) for name, value in fields.items()]
+    for name, value in changed.items():
+        fields[":method" if name == "method" else name.replace("_", "-")] = value
+    pairs = [(name.encode(), value) for name, value in fields.items()]
     return frame(http2.HEADERS, http2.END_HEADERS | flags, stream, encode(pairs))
 
 

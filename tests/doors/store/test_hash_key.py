@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
@@ -100,53 +99,38 @@ def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
 
 
 def share(key: HashKey, store: SharedStore) -> KeySharing:
-    """A replica's part in it."""
-    return KeySharing(key, cast("Store", store))
-
-
-def played(work: Callable[[SharedStore], Awaitable[None]]) -> None:
-    """Run something with a store."""
-
-    async def run() -> None:
-        await work(SharedStore())
-
-    asyncio.run(run())
+    """A replica's part in it, asked once."""
+    sharing = KeySharing(key, cast("Store", store))
+    asyncio.run(sharing.refresh())
+    return sharing
 
 
 def test_the_first_replica_gives_its_key_and_the_others_take_it() -> None:
     """Those that start later."""
-    first, second = HashKey(), HashKey()
+    first, second, store = HashKey(), HashKey(), SharedStore()
     given = first.secret
 
-    async def work(store: SharedStore) -> None:
-        for key in (first, second):
-            await share(key, store).refresh()
-
-    played(work)
+    for key in (first, second):
+        share(key, store)
 
     assert first.secret == second.secret == given
 
 
 def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     """Meanwhile the process uses a key of its own; it says when that ends."""
-    key = HashKey()
+    caplog.set_level(logging.INFO, "loopguard")
+    key, store = HashKey(), SharedStore()
     own = key.secret
+    store.kept["hash:1"] = SECRET
+    store.error = StoreError("down", kind="connection")
 
-    async def work(store: SharedStore) -> None:
-        sharing = share(key, store)
-        store.kept["hash:1"] = SECRET
-        store.error = StoreError("down", kind="connection")
-        for _ in range(3):
-            await sharing.refresh()
-        assert (key.secret, sharing.is_shared) == (own, False)
-        store.error = None
-        await sharing.refresh()
-        assert sharing.is_shared
+    sharing = share(key, store)
+    asyncio.run(sharing.refresh())
+    assert (key.secret, sharing.is_shared) == (own, False)
+    store.error = None
+    asyncio.run(sharing.refresh())
 
-    with caplog.at_level(logging.INFO, "loopguard"):
-        played(work)
-
-    assert key.secret == SECRET
+    assert (key.secret, sharing.is_shared) == (SECRET, True)
     assert [record.message for record in caplog.records] == [
         "the store has no hash key to give, so this process uses its own: others do not recognise its notes and callers",
         "the hash key now comes from the store: notes and callers of another key are no longer recognised",
@@ -156,20 +140,16 @@ def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.Log
 @pytest.mark.parametrize("error", [StoreError("down", kind="connection"), ValueError()])
 def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """While the store is away nothing changes; where it has forgotten the key, a replica puts the same one back."""
-    key, later = HashKey(), HashKey()
+    key, later, store = HashKey(), HashKey(), SharedStore()
     given = key.secret
 
-    async def work(store: SharedStore) -> None:
-        sharing = share(key, store)
-        await sharing.refresh()
-        store.error = error
-        await sharing.refresh()
-        store.error = None
-        store.kept.clear()
-        await sharing.refresh()
-        await share(later, store).refresh()
-
-    played(work)
+    sharing = share(key, store)
+    store.error = error
+    asyncio.run(sharing.refresh())
+    store.error = None
+    store.kept.clear()
+    asyncio.run(sharing.refresh())
+    share(later, store)
 
     assert key.secret == later.secret == given
     assert [record.message for record in caplog.records] == [

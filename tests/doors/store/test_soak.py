@@ -12,13 +12,13 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack
-from tests.support.servers import Server, cluster, replicated, sentinels, server
+from tests.support.servers import Server, cluster, sentinels, server
 
 pytestmark = pytest.mark.deep
 
@@ -154,30 +154,32 @@ def test_one_server_in_every_kind_of_trouble() -> None:
             assert guard.output().count("store available again") == len(FAULTS)
 
 
-def test_sentinels_fail_over() -> None:
-    """The primary dies: loops are caught by each replica until Sentinels name another, and from then on across both."""
+@contextmanager
+def watched() -> Iterator[tuple[str, Server]]:
+    """The URL of what Sentinels watch, and its primary."""
     with sentinels() as (watchers, primary, _):
-        hosts = ",".join(watcher.address for watcher in watchers)
-        with soak(f"redis+sentinel://{hosts}/counts") as made:
-            loops_are_refused_across(made)
-            primary.kill()
-            noticed(made)
-            loop_is_refused_locally(made, taken_over=True)
-            recovered(made)
-            loops_are_refused_across(made)
+        yield f"redis+sentinel://{','.join(watcher.address for watcher in watchers)}/counts", primary
 
 
-def test_a_cluster_loses_a_primary() -> None:
-    """One of three primaries dies: loops are caught by each replica until its replica takes over, then across both."""
+@contextmanager
+def clustered() -> Iterator[tuple[str, Server]]:
+    """The URL of a cluster, and one of its primaries."""
     with cluster() as nodes:
-        hosts = ",".join(node.address for node in nodes)
-        with soak(f"redis+cluster://{hosts}") as made:
-            loops_are_refused_across(made)
-            nodes[0].kill()
-            noticed(made)
-            loop_is_refused_locally(made, taken_over=True)
-            recovered(made)
-            loops_are_refused_across(made)
+        yield f"redis+cluster://{','.join(node.address for node in nodes)}", nodes[0]
+
+
+@pytest.mark.parametrize("replicated", [watched, clustered])
+def test_a_primary_dies_and_its_replica_takes_over(
+    replicated: Callable[[], AbstractContextManager[tuple[str, Server]]],
+) -> None:
+    """Loops are caught by each replica until another primary is named, and from then on across both."""
+    with replicated() as (url, primary), soak(url) as made:
+        loops_are_refused_across(made)
+        primary.kill()
+        noticed(made)
+        loop_is_refused_locally(made, taken_over=True)
+        recovered(made)
+        loops_are_refused_across(made)
 
 
 def _send_all(made: Stack, targets: list[str]) -> dict[str, int]:
@@ -233,82 +235,6 @@ def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
         assert THRESHOLD - 1 == min(passed) < max(passed) <= len(made.replicas) * (THRESHOLD - 1)
         assert passed.count(THRESHOLD - 1) > 8
         loops_are_refused_across(made)
-
-
-class Front:
-    """An address that leads to one server and then to another, on a thread of its own, as a proxy or a moved IP does."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._open: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
-        self._server = listening.result(PATIENCE)
-        self.port: int = self._server.sockets[0].getsockname()[1]
-
-    def switch(self, port: int) -> None:
-        """End every connection; new ones lead elsewhere."""
-        self._target = port
-        self._loop.call_soon_threadsafe(self._end_all)
-
-    def stop(self) -> None:
-        """Listen no more."""
-        self._loop.call_soon_threadsafe(self._server.close)
-        self._loop.call_soon_threadsafe(self._end_all)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(PATIENCE)
-        self._loop.close()
-
-    def _end_all(self) -> None:
-        for writer in self._open:
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        self._open |= {writer, behind_writer}
-        try:
-            await asyncio.gather(_pipe(reader, behind_writer), _pipe(behind_reader, writer))
-        except OSError:
-            pass
-        finally:
-            self._open -= {writer, behind_writer}
-            writer.close()
-            behind_writer.close()
-
-
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65_536):
-        writer.write(data)
-    writer.close()
-
-
-def _counting(on: Server) -> int:
-    """Connections that count: what a replica asks aside, for boards and orders, calls its scripts whole."""
-    return sum(client["cmd"] == "evalsha" for client in on.client().client_list())
-
-
-def test_a_replica_is_promoted_behind_a_fixed_address() -> None:
-    """When another server takes over an address, the replicated counts continue, although it has no scripts yet."""
-    with replicated() as (primary, replica):
-        front = Front(primary.port)
-        try:
-            with soak(f"redis://127.0.0.1:{front.port}") as made:
-                loops_are_refused_across(made)
-                target = f"/p?{next(_numbers)}"
-                assert [made.send(target).status for _ in range(2)] == [200, 200]
-                eventually(lambda: primary.client().wait(1, 1_000) == 1, "replication")
-                replica.client().replicaof("NO", "ONE")
-                front.switch(replica.port)
-                primary.kill()
-                eventually(lambda: _counting(replica) == len(made.replicas), "both on the new server")
-                recovered(made)
-
-                assert made.send(target).status == 429
-                loops_are_refused_across(made)
-        finally:
-            front.stop()
 
 
 @pytest.mark.parametrize(("on_store_error", "status"), [("allow", 200), ("reject", 503)])

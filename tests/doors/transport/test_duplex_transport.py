@@ -94,16 +94,3 @@ def test_a_call_that_is_cancelled_frees_its_body(run: Run) -> None:
         assert running.service.kept.bytes == len(running.service.waiting) == 0
 
     run(make(), steps)
-
-
-def test_a_client_that_does_not_read_gets_all_in_the_end(run: Run) -> None:
-    """A body of several megabytes, more than its windows allow at once."""
-
-    async def steps(running: Running) -> None:
-        chunks = [body(bytes([number]) * 1_000_000, end=number == 7) for number in range(8)]
-
-        answers = await converse(running, headers(mode=DUPLEX), *chunks)
-
-        assert join(answers) == b"".join([chunk.request_body.body for chunk in chunks])
-
-    run(make(), steps)

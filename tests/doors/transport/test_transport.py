@@ -18,15 +18,11 @@ from extproc.errors import LoopguardError
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.settings import parse_address
-from extproc.transport.grpc import frame_message
 from extproc.transport.grpcio import GrpcServer
 from extproc.transport.health import EXT_PROC, HEALTH, Health
-from extproc.transport.http2 import DATA, END_STREAM
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.harness import PATIENCE
-from tests.support.http2 import HELLO, frame
-from tests.support.http2 import headers as header_frame
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, make_service, sample
 from tests.support.transport import TRANSPORTS, Run, Running, open_running, until
@@ -283,32 +279,3 @@ def test_streams_are_counted_back(run: Run) -> None:
         assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 50
 
     run(service, steps)
-
-
-def test_odd_metadata_is_harmless() -> None:
-    """Header names and values of any bytes are accepted, and the connection continues."""
-    odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
-    pairs = (
-        (b":method", b"POST"), (b":scheme", b"http"), (b":path", f"/{EXT_PROC}/Process".encode()), (b":authority", b"h"),
-        (b"content-type", b"application/grpc"), *odd,
-    )  # fmt: skip
-
-    async def main() -> bytes:
-        async with open_running("fast", make_service(policy("p", ANY))) as made:
-            host, _, port = made.where.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(
-                HELLO
-                + header_frame(1, pairs=pairs)
-                + frame(DATA, END_STREAM, 1, frame_message(headers("/").SerializeToString()))
-            )
-            found = b""
-            async with asyncio.timeout(PATIENCE):
-                while b"grpc-status" not in found:
-                    part = await reader.read(65_536)
-                    assert part, "the connection was closed"
-                    found += part
-            writer.close()
-            return found
-
-    assert b"application/grpc" in asyncio.run(main())

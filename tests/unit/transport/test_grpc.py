@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.transport import grpc, http2
-from extproc.transport.grpc import Call, GrpcConnection, HalfClosed, MessageReceived, frame_message
+from extproc.transport.grpc import Call, GrpcConnection, frame_message
 from extproc.transport.headers import encode
 from extproc.transport.http2 import Pool
 from tests.support.grpc import SINGLE, STREAMING, Peer, body, call
@@ -221,16 +221,6 @@ def test_whatever_happens_between_them_streams_end_once(actions: list[tuple[str,
     check_ends(peer.frames)
     peer.connection.close()
     assert pool.held == 0
-
-
-def test_half_closed_is_an_event() -> None:
-    """The end of what a peer has to say is told once."""
-    peer = Peer()
-
-    peer.connection.receive(call() + body(1, frame_message(b"a"), http2.END_STREAM))
-    events = [peer.connection.next_event() for _ in range(4)]
-
-    assert [type(event) for event in events] == [MessageReceived, HalfClosed, type(None), type(None)]
 
 
 def test_metadata_is_bounded_and_counts_until_its_call_is_over() -> None:

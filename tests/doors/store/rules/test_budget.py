@@ -62,8 +62,7 @@ def test_requests_side_by_side_never_take_more_than_there_is(store: Driver) -> N
     async def crowd() -> list[Any]:
         async def one() -> Any:  # noqa: ANN401  # answers
             asked: list[Any] = [replace(hit, key=store.key(hit)), *[replace(take, key=store.name(take.key)) for take in takes]]
-            answer = store.store.hit(asked, NOON)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await store.later(lambda on: on.hit(asked, NOON))
 
         return await asyncio.gather(*[one() for _ in range(200)])
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.detectors.chain import ChainPlace, ShownMessage
 from extproc.store.memory import MemoryStore
 from extproc.store.pushes import AnyPush
-from extproc.store.rules.chain import MAX_ENTRIES, MAX_RETRIES
-from tests.support.chains import STEPS, Model, Sent, ask_store, make_link
+from extproc.store.rules.chain import MAX_ENTRIES, ChainLink
+from tests.support.chains import CHAINS, STEPS, Model, Sent, ask_store, make_link
 from tests.support.servers import Driver
 from tests.support.windows import make_push
 
@@ -44,14 +42,6 @@ def test_a_conversation_is_followed(store: Driver) -> None:
         shown = (*shown, f"a{number}")
 
 
-def test_a_request_that_is_sent_again_is_a_retry_three_times(store: Driver) -> None:
-    """From then on it is a turn each time."""
-    ask_store(store, make_link(Sent("u", (), "")), 0)
-    found = [len(ask_store(store, make_link(Sent("u", ("a",), "x")), number).entries) for number in range(MAX_RETRIES + 4)]
-
-    assert found == [1] * (MAX_RETRIES + 1) + [2, 3, 4]
-
-
 def test_a_node_whose_conversations_have_left_goes_after_two_minutes(store: Driver) -> None:
     """One that was left is found again for that long; one that others may still leave stays."""
     for _ in range(2):
@@ -69,11 +59,40 @@ def test_chains_and_rings_are_asked_together(store: Driver) -> None:
     links = [make_link(Sent(f"u{number}", ("a",), f"e{number}"), tenant=f"{number:02x}") for number in range(20)]
     pushes: list[AnyPush] = [make_push("r")._replace(key=store.key(make_push("r"))), *links]
 
-    async def settled() -> Any:  # noqa: ANN401  # whatever a store answers
-        answer = store.store.push(pushes, 5)
-        return await answer if inspect.isawaitable(answer) else answer
-
-    ring, *trails = store.run(settled())
+    ring, *trails = store.settled(lambda on: on.push(pushes, 5))
 
     assert ring == [b"r"]
     assert [trail.entries for trail in trails] == [[f"e{number}".encode()] for number in range(20)]
+
+
+NODES = ("a", "b", "c")
+ENTRIES = [b"", *(bytes((kind,)) + end * 7 for kind in (0, 1) for end in (b"x", b"y", b"z"))]
+
+
+def make_fork(shown: list[str], entry: bytes, fresh: bytes) -> ChainLink:
+    """What a session limit asks about a request that shows these messages of the assistant."""
+    place = ChainPlace(b"u" * 16, [ShownMessage([message.encode() * 16], []) for message in shown])
+    return CHAINS.make_link("session", "", "00", "", place, entry if shown else b"", fresh)
+
+
+@given(
+    asked=st.lists(st.tuples(st.lists(st.sampled_from(NODES), max_size=4), st.sampled_from(ENTRIES), st.integers(0, 90_000)))
+)
+def test_a_store_names_forks_as_the_definition_does(opened: Driver, asked: list[tuple[list[str], bytes, int]]) -> None:
+    """For any requests, every store answers the same."""
+    store, model, now = opened.fresh(), Model(), 10_000_000
+
+    for number, (shown, entry, gap) in enumerate(asked, 1):
+        now += gap
+        link = make_fork(shown, entry, number.to_bytes(8))
+        assert ask_store(store, link, now) == model.ask(link, now), (shown, entry)
+
+
+def test_each_fork_has_a_name_of_its_own(store: Driver) -> None:
+    """The first request at a node goes on with the conversation, the others are named by what they end in."""
+    begun = ask_store(store, make_fork([], b"", b"N" * 8), 1).name
+    names = [ask_store(store, make_fork(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2]
+
+    assert begun == b"N" * 8
+    assert names[:3] == [begun, *ENTRIES[2:4]]
+    assert names[4:] == ENTRIES[2:4]

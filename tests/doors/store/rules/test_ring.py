@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+import asyncio
 from typing import Any
 
 import pytest
 from hypothesis import given
 
 from extproc.store.rules.ring import Push
-from extproc.store.rules.windows import Count
 from tests.support.servers import Driver
 from tests.support.windows import (
     PUSH_STEPS,
@@ -44,10 +42,9 @@ def test_rings_and_counters_are_asked_together(store: Driver) -> None:
     pushes = [make_push("a")._replace(key=f"ring-{number}") for number in range(20)]
     store.push(pushes[5:6], 1_000)
 
-    async def both() -> tuple[Sequence[Any], Sequence[Count]]:
-        entries = store.store.push([pushed._replace(key=store.key(pushed), request=b"another.") for pushed in pushes], 1_001)
-        counts = store.ask([make_hit()], 1_001)
-        return (await entries if inspect.isawaitable(entries) else entries), await counts
+    async def both() -> Any:  # noqa: ANN401  # entries and counts
+        asked = [pushed._replace(key=store.key(pushed), request=b"another.") for pushed in pushes]
+        return await asyncio.gather(store.later(lambda on: on.push(asked, 1_001)), store.ask([make_hit()], 1_001))
 
     entries, counts = store.run(both())
 
@@ -58,12 +55,15 @@ def test_rings_and_counters_are_asked_together(store: Driver) -> None:
 def test_pushes_at_the_same_time_all_stand(store: Driver) -> None:
     """Fifty concurrent pushes to one ring leave the fifty entries, each push having seen one more."""
 
-    async def all_at_once() -> list[Any]:
-        pushes = [make_push(str(number), size=50) for number in range(50)]
-        answers = [store.store.push([pushed._replace(key=store.key(pushed))]) for pushed in pushes]
-        return [(await answer if inspect.isawaitable(answer) else answer)[0] for answer in answers]
+    async def push(number: int) -> Any:  # noqa: ANN401  # entries
+        pushed = make_push(str(number), size=50)
+        placed = pushed._replace(key=store.key(pushed))
+        return await store.later(lambda on: on.push([placed]))
 
-    found = store.run(all_at_once())
+    async def all_at_once() -> list[Any]:
+        return await asyncio.gather(*map(push, range(50)))
+
+    found = [entries for [entries] in store.run(all_at_once())]
 
     assert sorted(len(entries) for entries in found) == list(range(1, 51))
     assert {*max(found, key=len)} == {str(number).encode() for number in range(50)}

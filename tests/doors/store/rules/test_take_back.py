@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import pytest
 
 from extproc.store.rules.chain import MAX_RETRIES
@@ -18,13 +15,8 @@ KINDS = {"sliding_ttl": TALLY, "fixed": TALLY, "sliding_log": LOG}
 
 
 def take_back(store: Driver, key: str, kind: str) -> None:
-    """One request, whether the store answers at once or later."""
-
-    async def settled() -> Any:  # noqa: ANN401  # nothing
-        answer = store.store.hit([TakeBack(key, kind)])
-        return await answer if inspect.isawaitable(answer) else answer
-
-    store.run(settled())
+    """One request."""
+    store.settled(lambda on: on.hit([TakeBack(key, kind)]))
 
 
 @pytest.mark.parametrize("window_type", KINDS)

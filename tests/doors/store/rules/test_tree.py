@@ -75,50 +75,6 @@ def test_a_tree_in_every_store(store: Driver, case: str) -> None:
     assert told == [expected for *_, expected in moves]
 
 
-RAISED = {
-    "agents": (AgentLimits(agents=1), AgentLimits(agents=2), 0, "max_agents"),
-    "depth": (AgentLimits(depth=1), AgentLimits(depth=2), 1, "max_depth"),
-    "active": (AgentLimits(concurrent=1), AgentLimits(concurrent=2), 0, "max_concurrent_agents"),
-    "in a minute": (AgentLimits(spawns=1), AgentLimits(spawns=2), 0, "max_spawns_per_minute"),
-}
-"""Limits, what they are with a grant, the parent of a second agent, and what refuses it."""
-
-
-@pytest.mark.parametrize("case", RAISED)
-def test_a_granted_agent_begins_and_goes_on_without_the_grant(store: Driver, case: str) -> None:
-    """Each limit lets another agent begin once more is allowed, in every store, and then refuses the next again."""
-    limits, granted, parent, expected = RAISED[case]
-    session = limit(idle_ms=3_600_000)
-    asked = [(1, 0, limits), (2, parent, limits), (2, parent, granted), (3, 2, granted), (2, parent, limits), (3, 2, limits)]
-
-    told = [
-        tell_tree(store.account([ask_in_tree(number, agent, allowed, above, session)], number)[0])
-        for number, (agent, above, allowed) in enumerate(asked)
-    ]
-
-    assert [each.limit for each in told] == ["", expected, "", expected, "", expected]
-    assert [each.tree[0] for each in told] == [1, 1, 2, 2, 2, 2]
-
-
-LOWERED = {
-    "agents": (AgentLimits(agents=1), "max_agents 3/1"),
-    "active": (AgentLimits(concurrent=1), "max_concurrent_agents 1/1"),
-    "in a minute": (AgentLimits(spawns=1), "max_spawns_per_minute 3/1"),
-}
-
-
-@pytest.mark.parametrize("case", LOWERED)
-def test_a_lower_limit_says_what_was_used_before(store: Driver, case: str) -> None:
-    """When a grant has ended, used is above allowed; active agents are counted up to the limit."""
-    limits, expected = LOWERED[case]
-    session = limit(idle_ms=3_600_000)
-    for agent in (1, 2, 3):
-        store.account([ask_in_tree(agent, agent, AgentLimits(), 0, session)], agent)
-    told = tell_tree(store.account([ask_in_tree(4, 4, limits, 0, session)], 4)[0])
-
-    assert f"{told.limit} {told.used}/{told.allowed}" == expected
-
-
 @settings(max_examples=examples(60))
 @given(
     moves=TREE_MOVES,
@@ -198,26 +154,6 @@ def test_steps_that_find_roots_are_counted_together_as_one_by_one(store: Driver)
     assert [standing.tree.agents if standing.tree else None for standing in standings] == [1, None, None, 2]
 
 
-@pytest.mark.deep
-def test_a_tree_of_any_depth_and_size_is_bounded(store: Driver) -> None:
-    """A chain of 10,000 agents, asked together as replicas' batches are, is a tree of as many; the oldest are forgotten."""
-    session, limits = limit(idle_ms=3_600_000), AgentLimits()
-    for start in range(1, 10_001, 500):
-        asked = [ask_in_tree(number, number, limits, number - 1, session) for number in range(start, start + 500)]
-        standings = [store.account([one], start)[0] for one in asked] if start < 1_000 else store.account(asked, start)
-    (newest,) = store.account([ask_in_tree(20_000, 10_000, limits, 9_999, session)], 10_001)
-    first = 10_000 - MAX_AGENTS + 1
-    (kept,) = store.account([ask_in_tree(20_001, first, limits, 0, session)], 10_002)
-    (forgotten,) = store.account([ask_in_tree(20_002, first - 1, limits, 0, session)], 10_003)
-    (oldest,) = store.account([ask_in_tree(20_003, 1, limits, 0, session)], 10_004)
-
-    assert [tell_tree(standing).tree for standing in standings[-1:]] == [(10_000, 0, 10_000, True)]
-    assert tell_tree(newest).tree == (10_000, 0, 10_000, False)
-    assert tell_tree(kept).tree == (10_000, 0, first, False)
-    assert tell_tree(forgotten).tree == (10_001, 0, 1, True)
-    assert tell_tree(oldest).tree == (10_002, 0, 1, True)
-
-
 def test_an_agent_that_did_not_begin_kills_no_session(store: Driver) -> None:
     """Its refusals are counted, but not as refusals in a row."""
     session, limits = limit(blocks=2), AgentLimits(agents=0)
@@ -228,32 +164,28 @@ def test_an_agent_that_did_not_begin_kills_no_session(store: Driver) -> None:
     assert (told.limit, told.blocks, told.row, told.tree) == ("", 5, 0, (0, 5, 0, False))
 
 
-def test_a_root_is_found_by_way_of_each_parent(store: Driver) -> None:
-    """Of a chain of agents, in a circle, and when the newest request claims another parent: the first one decides."""
-    a, b, c, d = (f"{number:016x}" for number in (10, 11, 12, 13))
-
-    found = [store.find_root(*asked).hex() for asked in ((b, a), (c, b), (d, c), (a, d), (d, b), (b, d))]
-
-    assert found == [a, a, a, a, a, a]
+A, B, C, D = (f"{number:016x}" for number in range(10, 14))
 
 
-def test_an_agent_keeps_its_root_when_it_claims_a_parent_in_another_tree(store: Driver) -> None:
-    """Also if that parent is known, and has a root of its own."""
-    a, b, c, d = (f"{number:016x}" for number in (10, 11, 12, 13))
+@pytest.mark.parametrize(
+    ("pairs", "roots"),
+    [
+        ([(B, A), (C, B), (D, C), (A, D), (D, B), (B, D)], [A] * 6),
+        ([(B, A), (D, C), (B, D)], [A, C, A]),
+        ([(B, A), (D, C), (C, B)], [A, C, A]),
+    ],
+    ids=["a chain and a circle", "another tree", "the parent of a known one"],
+)
+def test_a_root_is_found_by_way_of_each_parent(store: Driver, pairs: list[tuple[str, str]], roots: list[str]) -> None:
+    """Whatever parent a later request claims: the first one decides; asked one by one or together, as replicas do."""
+    assert [store.find_root(*asked).hex() for asked in pairs] == roots
 
-    assert [store.find_root(*asked).hex() for asked in ((b, a), (d, c), (b, d))] == [a, c, a]
-
-
-def test_roots_that_are_asked_for_together_are_found_as_one_by_one(store: Driver) -> None:
-    """Replicas ask in batches, in which each search has a parent of its own."""
-    names = [f"{number:016x}" for number in range(10, 14)]
-    pairs = [(names[1], names[0]), (names[3], names[2]), (names[2], names[1])]
-    asked = [
+    store.fresh()
+    batch = [
         RootSearch(store.name(f"root:{agent}:7f"), store.name(f"root:{parent}:7f"), bytes.fromhex(parent), 60_000)
-        for agent, parent in pairs
+        for agent, parent in pairs[:3]
     ]
-
-    assert [root.hex() for (root,) in store.push(asked)] == [names[0], names[2], names[0]]
+    assert [root.hex() for (root,) in store.push(batch)] == roots[:3]
 
 
 def test_a_tree_stays_as_long_as_its_session_although_only_the_root_asks() -> None:
@@ -280,12 +212,11 @@ def test_a_tree_weighs_as_many_agents_as_its_limits_make_a_server_read(limits: t
 
 def test_a_root_is_forgotten_in_time() -> None:
     """As long after an agent's last search as it says."""
-    a, b, c = (f"{number:016x}" for number in (10, 11, 12))
     found = {}
     for gap in (999, 1_000):
         store = MemoryStore(Metrics())
-        for agent, parent, now in ((b, a, 0), (c, b, gap)):
+        for agent, parent, now in ((B, A, 0), (C, B, gap)):
             asked = RootSearch(f"{agent}:7f", f"{parent}:7f", bytes.fromhex(parent), 1_000)
             (found[gap],) = store.push([asked], now)
 
-    assert found == {999: [bytes.fromhex(a)], 1_000: [bytes.fromhex(b)]}
+    assert found == {999: [bytes.fromhex(A)], 1_000: [bytes.fromhex(B)]}

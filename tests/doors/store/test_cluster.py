@@ -1,0 +1,319 @@
+"""Sentinel and Cluster, on real servers: every key where it lies, shards that fail alone, and who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from extproc.errors import PartlyAwayError, StoreError
+from extproc.store.client import Access
+from extproc.store.link import ServerAddress
+from extproc.store.redis import TAGS
+from extproc.store.rules.documents import BOARDS, ORDERS
+from extproc.store.topology import SLOTS, ClusterLayout, find_slot, spread_tags
+from tests.support.harness import eventually
+from tests.support.ledger import NO_LIMITS, limit, make_step, settle_step
+from tests.support.records import replace
+from tests.support.servers import ACL, Driver, Server, cluster, sentinels, server
+from tests.support.windows import WINDOW_TYPES, make_hit, make_push
+
+SECRET = "hunter2"
+
+AWAY_AFTER = 2
+"""Seconds until a shard that hangs counts as away; those that answer do so earlier on a busy machine, too."""
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[list[Server]]:
+    """A cluster of three primaries and their replicas."""
+    with cluster() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Server]]:
+    """A cluster of three primaries that have no replicas; a test has to leave it well."""
+    with cluster(replicas=False, full=False) as nodes:
+        yield nodes
+
+
+def name_keys(number: int, node: int) -> list[str]:
+    """That many keys of a third of a cluster's slots."""
+    tags = spread_tags(TAGS)
+    mine = [f"{place:02x}" for place in range(256) if find_slot(tags[place % TAGS]) * 3 // SLOTS == node]
+    return [f"{turn}:{mine[turn % len(mine)]}" for turn in range(number)]
+
+
+def ask(driver: Driver, asked: Sequence[Any]) -> Any:  # noqa: ANN401  # answers or the error
+    """What a request is answered; keys have their digits already."""
+    try:
+        return driver.settled(lambda store: store.hit(asked))
+    except StoreError as error:
+        return error
+
+
+def count_each(driver: Driver, keys: list[str]) -> list[int | str]:
+    """The counts, each asked for alone, or kinds of errors."""
+    found: list[int | str] = []
+    for key in keys:
+        answer = ask(driver, [make_hit(key=driver.name(key), window_ms=600_000, threshold=100)])
+        found.append(answer.kind if isinstance(answer, StoreError) else answer[0].count)
+    return found
+
+
+def test_tags_spread_evenly() -> None:
+    """Each hash tag's slot lies in a share of the slots of its own."""
+    assert sorted(find_slot(tag) * TAGS // SLOTS for tag in spread_tags(TAGS)) == list(range(TAGS))
+
+
+def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> None:
+    """Keys use at most 16 slots; every primary has its share, and gets a batch of its own, in a script for each slot."""
+    with Driver("redis+cluster://" + six[1].address) as driver:
+        hits = [make_hit(key=str(number), window_ms=3_600_000) for number in range(300)]
+        for start in range(0, 300, 100):
+            driver.count(hits[start : start + 100])
+
+        slots = {six[0].client().cluster("keyslot", key) for node in six[:3] for key in node.client().keys("loopguard:*")}
+        sizes = [node.client().dbsize() for node in six[:3]]
+        assert len(slots) <= TAGS
+        assert min(sizes) > 300 / 3 / 2
+        assert driver.metric("store_batch_size_count") == 3 * 3
+        before = sum(node.commands()["evalsha"] for node in six[:3])
+        driver.count(hits[:200])
+        assert sum(node.commands()["evalsha"] for node in six[:3]) - before <= TAGS
+
+
+def test_an_acl_user_of_a_cluster_with_the_least_rights(six: list[Server]) -> None:
+    """A cluster asks for one more right than a single server does: to ask who has which slots."""
+    for node in six:
+        node.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split(), "+cluster|slots")
+
+    with Driver(f"redis+cluster://counter:{SECRET}@{six[0].address}") as driver:
+        driver.count([make_hit(kind, key=f"{kind}-{number}") for kind in WINDOW_TYPES for number in range(50)])
+
+        assert driver.store.health() == "ok"
+
+
+def test_who_has_which_slots_is_asked_of_each_node(six: list[Server]) -> None:
+    """A node that was cut off and believes in owners of old is not asked again before the others were."""
+    slots = ClusterLayout([ServerAddress("127.0.0.1", six[0].port)], Access(), TAGS)
+    before = [node.commands().get("cluster|slots", 0) for node in six]
+
+    async def learn() -> None:
+        for _ in six:
+            await slots.learn()
+
+    asyncio.run(learn())
+
+    asked = [node.commands().get("cluster|slots", 0) for node in six]
+    assert all(now > then for now, then in zip(asked, before, strict=True))
+
+
+def test_slots_that_move_are_followed(six: list[Server]) -> None:
+    """While a slot's keys move to another primary, and after, each is asked for where it is, and new ones begin."""
+    source, target = six[0], six[1]
+    tags = spread_tags(TAGS)
+    tag = next(tag for tag in tags if find_slot(tag) < SLOTS // 3)
+    slot, numbers = find_slot(tag), [number for number in range(256) if tags[number % TAGS] == tag]
+    board = next(name for name in map(str, range(256)) if tags[zlib.crc32(name.encode()) % TAGS] == tag)
+    with Driver("redis+cluster://" + six[2].address) as driver:
+        hits = [make_hit(window_ms=600_000, threshold=100, key=f"{driver.name('moving')}:{number:02x}") for number in numbers]
+
+        def request(number: int, sessions: int) -> tuple[list[int], list[int]]:
+            tenant, limits = f"sessions:{numbers[0]:02x}", limit(idle_ms=600_000)
+            keys = [f"moving:{name}:{numbers[0]:02x}" for name in range(sessions)]
+            standings = driver.account([make_step(number, limits, key=key, tenant=tenant) for key in keys])
+            return [answer.count for answer in ask(driver, hits)], [standing.steps for standing in standings]
+
+        def move(keys: list[bytes]) -> None:
+            for key in keys:
+                source.client().migrate("127.0.0.1", target.port, key, 0, 1_000)
+
+        driver.put(BOARDS, board, "a", b"x", 60)
+        assert request(1, 20) == ([1] * len(hits), [1] * 20)
+        ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)]
+        target.client().execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        source.client().execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        move(source.client().keys("loopguard:*moving*")[::2])
+
+        assert request(2, 25) == ([2] * len(hits), [2] * 20 + [1] * 5)
+        move(source.client().execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10_000))
+        for node in (target, source, six[2]):
+            node.client().execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+        assert request(3, 25) == ([3] * len(hits), [3] * 20 + [2] * 5)
+        assert driver.store.health() == "ok"
+        assert driver.read(BOARDS, board) == {"a": b"x"}
+
+
+# --- shards that are away
+
+SHARD_TROUBLES = {"down": (Server.kill, Server.start), "hung": (Server.hang, Server.resume)}
+
+
+@contextmanager
+def trouble(driver: Driver, broken: Server, kind: str = "hung", lost: Sequence[str] = ()) -> Iterator[None]:
+    """A primary is in trouble, which is known if there are lost keys; and well again in the end."""
+    harm, cure = SHARD_TROUBLES[kind]
+    harm(broken)
+    try:
+        if lost:
+            eventually(lambda: count_each(driver, [*lost]) == ["unavailable"], "the outage")
+        yield
+    finally:
+        cure(broken)
+    eventually(driver.well, "the recovery")
+
+
+@pytest.mark.parametrize("kind", SHARD_TROUBLES)
+def test_a_shard_that_is_away_takes_its_own_keys_alone_with_it(
+    three: list[Server], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the other primaries are counted as before, without one error; log, health and metrics name the shard."""
+    caplog.set_level(logging.INFO, "loopguard")
+    lost, *others = [name_keys(20, node) for node in (1, 0, 2)]
+    kept = [key for keys in others for key in keys]
+    with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
+        assert set(count_each(driver, [*lost, *kept])) == {1}
+        with trouble(driver, three[1], kind, lost[:1]):
+            refused, counted = count_each(driver, lost), count_each(driver, kept)
+            up = [driver.metric("store_up", shard=node.address) for node in three]
+            health = driver.store.health()
+
+        assert set(refused) == {"unavailable"}
+        assert set(counted) == {2}
+        assert up == [1, 0, 1]
+        assert health.startswith(f"1 of 3 shards unavailable: {three[1].address}: ")
+        assert set(count_each(driver, lost)) <= {1, 2, 3}
+        assert driver.metric("store_up", shard=three[1].address) == 1
+    told = [(record.message, vars(record)["fields"]["shard"]) for record in caplog.records if record.name == "loopguard"]
+    assert told == [
+        ("shard of the store unavailable, each replica counts for itself", three[1].address),
+        ("shard of the store available again", three[1].address),
+    ]
+
+
+def test_a_request_of_several_shards_is_told_what_the_others_have_counted(three: list[Server]) -> None:
+    """Its counts of shards that are there, and which ones lack; nothing is counted twice for that."""
+    hits = [make_hit(key=f"several:{name_keys(1, node)[0]}", window_ms=600_000, threshold=100) for node in range(3)]
+    with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
+        ask(driver, hits)
+        with trouble(driver, three[1]):
+            partly = [ask(driver, hits) for _ in range(2)]
+            alone = ask(driver, [hits[1], replace(hits[1], key=f"x{hits[1].key}")])
+
+    for error, count in zip(partly, (2, 3), strict=True):
+        assert isinstance(error, PartlyAwayError)
+        assert [answer and answer.count for answer in error.answers] == [count, None, count]
+    assert type(alone) is StoreError
+
+
+def test_where_such_requests_are_refused_nothing_of_them_is_counted(three: list[Server]) -> None:
+    """With `reject`, a request that will be refused for one shard leaves no count on another; a settlement is no request."""
+    keys = [name_keys(1, node)[0] for node in range(2)]
+    hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
+    step, gone = (make_step(1, NO_LIMITS, key=f"open:{key}", tenant=f"tenant:{key}") for key in keys)
+    with Driver(f"redis+cluster://{three[0].address}", on_store_error="reject", store_timeout=AWAY_AFTER) as driver:
+        ask(driver, [step])
+        with trouble(driver, three[1], lost=name_keys(1, 1)):
+            refused = ask(driver, hits)
+            settled = ask(driver, [settle_step(step), settle_step(gone)])
+            counted = ask(driver, hits[:1])
+
+    assert (type(refused), refused.kind) == (StoreError, "unavailable")
+    assert counted[0].count == 1
+    assert isinstance(settled, PartlyAwayError)
+    assert [answer and (answer.steps, answer.retry) for answer in settled.answers] == [(1, False), None]
+
+
+def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> None:
+    """What operators ask is refused at once where its shard is away, and holds up nothing that lies on another."""
+    tags = spread_tags(TAGS)
+    names = {find_slot(tags[zlib.crc32(name.encode()) % TAGS]) * 3 // SLOTS: name for name in map(str, range(100))}
+    with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
+        for name in names.values():
+            driver.put(ORDERS, name, "a", b"x", 60)
+        with trouble(driver, three[1], lost=name_keys(1, 1)):
+            with pytest.raises(StoreError) as error:
+                driver.put(BOARDS, names[1], "a", b"x", 60)
+            for node in (0, 2):
+                driver.put(BOARDS, names[node], "a", b"x", 60)
+                assert driver.read(ORDERS, names[node]) == driver.read(BOARDS, names[node]) == {"a": b"x"}
+
+        assert error.value.kind == "unavailable"
+        assert driver.read(ORDERS, names[1]) == {"a": b"x"}
+
+
+def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a node that says who has what, everything is away at once; each shard is tried once they are known."""
+    caplog.set_level(logging.INFO, "loopguard")
+    with server() as gone:
+        pass
+    with Driver(f"redis+cluster://{gone.address}") as driver:
+        assert driver.store.health().startswith(f"unavailable: no node of the cluster answers: {gone.address}: ")
+        assert driver.metric("store_up", shard="unassigned") == 0
+        assert set(count_each(driver, ["a:00", "b:0f"])) == {"unavailable"}
+    assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
+
+
+def test_a_server_of_a_cluster_is_not_a_single_one(six: list[Server]) -> None:
+    """`redis://` on a node of a cluster says which scheme is right."""
+    with Driver(f"redis://{six[0].address}") as driver:
+        count_each(driver, [f"{number}:{number:02x}" for number in range(TAGS)])
+
+        assert "use redis+cluster://" in driver.store.health()
+
+
+# --- who takes over
+
+
+def test_after_a_failover_the_replica_counts_on() -> None:
+    """Keys of a dead primary are found on the replica that took over, which has the counts though not the scripts."""
+    lost, kept = name_keys(10, 1), name_keys(10, 0)
+    with cluster(full=False) as nodes, Driver(f"redis+cluster://{nodes[0].address}", store_timeout=AWAY_AFTER) as driver:
+        assert set(count_each(driver, [*lost, *kept])) == {1}
+        driver.push([make_push("a")])
+        eventually(lambda: all(node.client().dbsize() for node in nodes[3:]), "replication")
+        nodes[1].hang()
+        eventually(lambda: count_each(driver, lost[:1]) == ["unavailable"], "the outage")
+        assert set(count_each(driver, kept)) == {2}
+
+        eventually(lambda: driver.well() and count_each(driver, lost[:1]) != ["unavailable"], "the failover")
+
+        assert set(count_each(driver, lost[1:])) == {2}
+        assert driver.metric("store_up", shard=nodes[4].address) == 1
+        assert driver.metrics.registry.get_sample_value("loopguard_store_up", {"shard": nodes[1].address}) is None
+        nodes[1].resume()
+        assert set(count_each(driver, kept)) == {3}
+        assert driver.store.health() == "ok"
+
+
+def test_sentinels_name_the_primary_and_its_successor() -> None:
+    """The store counts on the primary that Sentinels name, and after a failover on the one that took over."""
+    with sentinels() as (watchers, primary, replica):
+        watchers[0].kill()
+        hosts = ",".join(watcher.address for watcher in watchers)
+        with Driver(f"redis+sentinel://{hosts}/counts", store_timeout=1) as driver:
+            assert count_each(driver, ["a:00"]) == [1]
+            eventually(lambda: replica.client().dbsize() >= 1, "replication")
+            primary.kill()
+
+            eventually(lambda: driver.well() and count_each(driver, ["b:00"]) != ["unavailable"], "the failover")
+
+            assert count_each(driver, ["a:00"]) == [2]
+            assert replica.client().role()[0] == b"master"
+        with Driver(f"redis+sentinel://{hosts}/other") as driver:
+            assert "does not watch other" in driver.store.health()
+        replica.client().config_set("requirepass", SECRET)
+        for watcher in watchers[1:]:
+            watcher.client().execute_command("ACL", "SETUSER", "default", "resetpass", f">{SECRET}")
+        with Driver(f"redis+sentinel://:{SECRET}@{hosts}/counts/1") as driver:
+            assert driver.store.health() == "ok"
+            assert driver.count([make_hit()])[0].count == 1
+            assert replica.client(password=SECRET, db=1).exists(f"loopguard:{driver.key(make_hit())}")
