@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from extproc.cli.commands.init import read_preset
 from extproc.engine.engine import Engine
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
@@ -16,7 +15,6 @@ from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.policy.loader import parse
-from extproc.policy.presets import DEFAULT_PRESET
 from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
 
@@ -68,12 +66,14 @@ def talk() -> dict[str, Any]:
     return made
 
 
-def agents() -> dict[str, Any]:
-    """`turns` as `loopguard init` has it, with the limits of `budget`; no header names callers or sessions."""
-    spec = json.loads(read_preset(DEFAULT_PRESET))["spec"]
-    limits = budget()["spec"]["session_limits"]
-    spec |= {"loop_detection": spec["loop_detection"][:1], "session_limits": limits}
-    return {"id": policy()["id"], "spec": spec}
+def rule() -> dict[str, Any]:
+    """`policy` with a rule beside its detector, which lets every request pass."""
+    made = policy()
+    bucket = {"tokens_per_second": 1_000, "burst": 1_000_000}
+    made["spec"]["rules"] = [
+        {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "token_bucket", "algorithm_config": bucket}
+    ]
+    return made
 
 
 def bundle(policies: Sequence[dict[str, Any]], version: int = 1) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from extproc.build import describe_build
-from hatch_build import COMPILERS, select_modules
+from hatch_build import select_modules
 from tests.conftest import find_builds
 from tests.support import ROOT
 from tests.support.harness import Process
@@ -100,11 +100,6 @@ def test_what_goes_through_a_door_runs_compiled() -> None:
         for file in found
         if "compiled" not in find_builds(file) and "\npytestmark = pytest.mark.compiled" not in file.read_text()
     ] == []
-
-
-def test_what_builds_a_wheel_is_there_for_tests() -> None:
-    """The tests below build without an environment of their own, with the very requirements of the build."""
-    assert {*PROJECT["build-system"]["requires"], *COMPILERS} <= set(PROJECT["project"]["optional-dependencies"]["test"])
 
 
 def test_a_wheel_is_plain_python_unless_asked(tmp_path: Path) -> None:

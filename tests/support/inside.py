@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable
 
 from tests.support import ROOT
-from tests.support.rooms import find_imports
+from tests.support.rooms import list_imports
 
 IMPORTED = {
     "": """
@@ -29,7 +29,7 @@ IMPORTED = {
         commands loop_screen main packed probe
     """,
     "cli/commands": """
-        dashboards grant init ordering serve sessions top
+        dashboards grant ordering serve sessions top
     """,
     "cli/envoy_check": """
         checks config document inspect needs paths show
@@ -96,20 +96,13 @@ IMPORTED = {
 """Modules of the package that tests may import, by folder."""
 
 READERS = {
-    "tests/bench/engine.py": 2,
-    "tests/bench/hostile.py": 5,
-    "tests/bench/reload.py": 2,
-    "tests/bench/scan.py": 1,
-    "tests/bench/similarity.py": 3,
     "tests/doors/ext_proc/test_access_log.py": 1,
     "tests/doors/store/test_redis.py": 27,
     "tests/doors/transport/test_acceptor.py": 19,
     "tests/doors/transport/test_door.py": 9,
     "tests/doors/transport/test_honest_envoy.py": 1,
     "tests/doors/transport/test_tls.py": 7,
-    "tests/project/test_helm_refusals.py": 1,
     "tests/support/operated.py": 1,
-    "tests/support/promql.py": 4,
     "tests/unit/apis/test_known.py": 7,
     "tests/unit/budgets/test_budget_guard.py": 1,
     "tests/unit/cli/scan/test_watch.py": 2,
@@ -188,7 +181,7 @@ def count_private(tree: ast.Module) -> int:
 
 def find_imported(tree: ast.Module) -> set[str]:
     """The modules of the package that a file imports."""
-    return {*find_imports(ast.unparse(tree))}
+    return {*list_imports(tree)}
 
 
 def find_test_imports(tree: ast.Module) -> list[str]:
