@@ -16,9 +16,10 @@ from tests.bench import go_build, samples
 from tests.bench.builds import NOT_COMPILED, SOURCES, find_compiled, serve
 from tests.bench.envoy_config import running_envoy
 from tests.bench.load import load, write_chats
-from tests.bench.processes import apart, command_module, free_port, running
+from tests.bench.processes import apart, command_module, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import process_cpu, ratio, spread
+from tests.support.servers import free_port
 
 TITLE = (
     "envoy: CPU per request behind the real Envoy (POST 1 KB, 16 connections, concurrency 1; servers have their own processor)"

@@ -19,10 +19,10 @@ from tests.bench.builds import NOT_COMPILED, SOURCES, find_compiled, serve
 from tests.bench.envoy_config import running_envoy
 from tests.bench.load import load, write_chats
 from tests.bench.paced import Meanwhile, run_paced
-from tests.bench.processes import apart, free_port, running
+from tests.bench.processes import apart, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
-from tests.support.servers import Server, server
+from tests.support.servers import Server, free_port, server
 
 TITLE = "redis: counts in Valkey on loopback, vs. in memory (POST 1 KB, one policy)"
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
 from extproc.engine.engine import Engine
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import MaybeLater, Reply
+from extproc.ext_proc.transaction import Reply
 from extproc.metrics import Metrics
-from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.policy.loader import parse
 from extproc.settings import Settings
@@ -21,8 +22,6 @@ from extproc.store.memory import MemoryStore
 PATH = "/v1/chat/completions"
 HOST = "api.example.com"
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
-_GO_ON_BYTES = 4
-"""An answer that lets the request through is two bytes: its phase and an empty message."""
 
 
 def policy(number: int = 0, selector: dict[str, Any] | None = None, **loop: object) -> dict[str, Any]:
@@ -149,12 +148,11 @@ def body_message(body: bytes) -> bytes:
     return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)).SerializeToString()
 
 
-def process(serving: Service, messages: Sequence[bytes]) -> None:
-    """One whole stream, as a transport drives it; raises RuntimeError if the request does not go on."""
-    stream = Stream(serving)
-    reply: MaybeLater | None = None
-    for message in messages:
-        reply = stream.receive(message)
-    stream.close()
-    if not isinstance(reply, Reply) or not reply.done or reply.answer is None or len(reply.answer) > _GO_ON_BYTES:
-        raise RuntimeError(f"the request was not let through: {reply}")
+def process(serving: Service, messages: Sequence[bytes]) -> ProcessingResponse:
+    """The last answer to a stream, as a transport drives it; raises RuntimeError if the request does not go on."""
+    with closing(Stream(serving)) as stream:
+        *_, reply = [stream.receive(message) for message in messages]
+    answer = ProcessingResponse.FromString(reply.join_answer()) if isinstance(reply, Reply) and reply.done else None
+    if answer is None or answer.HasField("immediate_response"):
+        raise RuntimeError(f"the request was not let through: {answer}")
+    return answer
