@@ -59,7 +59,7 @@ def _make_message(serving: Service, numbers: range) -> bytes:
         add_entry(message, _TOLD, sizes=(1_024, 8_000), headers={"content-type": "text/event-stream"})
         metadata = message.http_logs.log_entry[-1].common_properties.metadata.filter_metadata
         metadata["loopguard"].Clear()
-        metadata["loopguard"].update(samples.process(serving, sent).dynamic_metadata["loopguard"])
+        metadata["loopguard"].MergeFrom(samples.process(serving, sent).dynamic_metadata["loopguard"])  # type: ignore[arg-type]  # a Struct
     return message.SerializeToString()
 
 
