@@ -84,7 +84,7 @@ class Store(Protocol):
 
 
 _REDIS = "extproc.store.redis:open_redis"
-SCHEMES = {
+_SCHEMES = {
     "memory": "extproc.store.memory:open_memory",
     "redis": _REDIS,
     "rediss": _REDIS,
@@ -99,11 +99,11 @@ SCHEMES = {
 def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> Store:
     """Open the store that `url` names, with timeout and password of `settings`; raises UsageError for an invalid URL."""
     scheme, separator, _ = url.partition("://")
-    if scheme not in SCHEMES or not separator:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    if scheme not in _SCHEMES or not separator:
+        known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         wrong = f"unknown store {redact_url(url)}" if separator else "a store is named by a URL"
         raise UsageError(f"{wrong}; known are: {known}")
-    module, _, name = SCHEMES[scheme].partition(":")
+    module, _, name = _SCHEMES[scheme].partition(":")
     opener: Callable[[str, Metrics, Settings], Store] = getattr(import_module(module), name)
     return opener(url, metrics, settings or Settings())
 

@@ -13,8 +13,6 @@ from time import perf_counter
 from extproc.cli.main import describe_version
 from tests.bench import (
     answers,
-    budgets,
-    door,
     engine,
     envoy,
     hostile,
@@ -22,7 +20,6 @@ from tests.bench import (
     redis,
     reload,
     scan,
-    sessions,
     similarity,
 )
 from tests.bench.report import Section, progress_done, table, verdict, write_json
@@ -35,9 +32,6 @@ _SECTIONS = {
     "reload": (reload.TITLE, reload.run),
     "hostile": (hostile.TITLE, hostile.run),
     "redis": (redis.TITLE, redis.run),
-    "budgets": (budgets.TITLE, budgets.run),
-    "sessions": (sessions.TITLE, sessions.run),
-    "door": (door.TITLE, door.run),
     "envoy": (envoy.TITLE, envoy.run),
     "answers": (answers.TITLE, answers.run),
 }

@@ -14,19 +14,14 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-from google.protobuf.json_format import MessageToDict, ParseDict
-
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.ext_proc.service import Service
-from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Reply
 from extproc.options import read_options
-from extproc.pb.accesslog_pb2 import HTTPAccessLogEntry
 from extproc.pb.als_pb2 import StreamAccessLogsMessage
-from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, cpu_us, process_cpu, ratio, spread
+from tests.support.envoy_logs import add_entry
 from tests.support.harness import PATIENCE, Envoy, Loopguard, eventually, write_policies
 
 TITLE = (
@@ -37,9 +32,6 @@ _LIMIT_US = 15
 _LIMIT_FIRST_BYTE = 1.1
 _IN_MESSAGE = 20
 """Entries of a message, which Envoy fills up to 16 KiB."""
-
-_BESIDE = b"\x0a" + bytes([120]) + b"\x12" + bytes([118]) + bytes(118)
-"""What else Envoy sends about a request, which is not read: two fields of bytes in the first field of an entry."""
 
 _COUNTS = {
     "prompt_tokens": 1_200,
@@ -59,51 +51,22 @@ _CPU_NOTE = f"of {_EVENTS + 3} events; with filters the access log as well"
 _WARM_UP = 50
 
 
-def _make_messages(serving: Service, count: int) -> list[bytes]:
-    """What Envoy sends about this many requests that have just been let through."""
-    messages = []
-    for start in range(0, count, _IN_MESSAGE):
-        message = b"".join(_make_entry(serving, start + number) for number in range(_IN_MESSAGE))
-        whole = StreamAccessLogsMessage.FromString(b"\x12" + _write_length(len(message)) + message)
-        messages.append(whole.SerializeToString())
-    return messages
-
-
-def _make_entry(serving: Service, number: int) -> bytes:
-    """One of a request that is sent here first."""
-    stream = Stream(serving)
-    stream.receive(samples.headers_message(user=f"user-{number}"))
-    reply = stream.receive(samples.body_message(samples.chat_body(number)))
-    stream.close()
-    if not isinstance(reply, Reply) or reply.answer is None:
-        raise TypeError("counts in memory are there at once")
-    entry = HTTPAccessLogEntry()
-    metadata = entry.common_properties.metadata.filter_metadata
-    decided = MessageToDict(ProcessingResponse.FromString(reply.join_answer()).dynamic_metadata)
-    if "sessions" not in decided["loopguard"]:
-        raise RuntimeError("the request belongs to no session")
-    ParseDict(decided["loopguard"], metadata["loopguard"])
-    ParseDict(_TOLD, metadata["loopguard.usage"])
-    entry.request.request_body_bytes, entry.response.response_body_bytes = 1_024, 8_000
-    entry.response.response_code.value = 200
-    entry.response.response_headers["content-type"] = "text/event-stream"
-    whole = entry.SerializeToString() + _BESIDE
-    return b"\x0a" + _write_length(len(whole)) + whole
-
-
-def _write_length(size: int) -> bytes:
-    """A protobuf varint."""
-    made = bytearray()
-    while size > 0x7F:
-        made.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes([*made, size])
+def _make_message(serving: Service, numbers: range) -> bytes:
+    """What Envoy sends about these requests, which are let through here first."""
+    message = StreamAccessLogsMessage()
+    for number in numbers:
+        sent = [samples.headers_message(user=f"user-{number}"), samples.body_message(samples.chat_body(number))]
+        add_entry(message, _TOLD, sizes=(1_024, 8_000), headers={"content-type": "text/event-stream"})
+        metadata = message.http_logs.log_entry[-1].common_properties.metadata.filter_metadata
+        metadata["loopguard"].Clear()
+        metadata["loopguard"].MergeFrom(samples.process(serving, sent).dynamic_metadata["loopguard"])  # type: ignore[arg-type]  # a Struct
+    return message.SerializeToString()
 
 
 def _measure_entries(count: int) -> float:
     """Microseconds for an entry, from its bytes to the settled ledger in memory."""
     serving = samples.service(samples.engine([samples.budget()]))
-    messages = _make_messages(serving, count)
+    messages = [_make_message(serving, range(start, start + _IN_MESSAGE)) for start in range(0, count, _IN_MESSAGE)]
 
     def work() -> None:
         for message in messages:

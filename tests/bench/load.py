@@ -56,20 +56,16 @@ class Client(asyncio.Protocol):
         self._transport.write(request)
 
 
-def write_request(number: int, body: bytes, path: str = samples.PATH) -> bytes:
-    """A request of the caller, or the conversation, of that number."""
+def request(number: int, length: int) -> bytes:
+    """The chat of that number; sent twice, it is the same request."""
+    body = samples.chat_body(number, length)
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
+        f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
         "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: application/json\r\n"
         f"authorization: Bearer sk-{number % _KEYS:016}\r\nx-user-id: user-{number % _TENANTS}\r\n"
         f"x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
-
-
-def request(number: int, length: int) -> bytes:
-    """The chat of that number; sent twice, it is the same request."""
-    return write_request(number, samples.chat_body(number, length))
 
 
 def write_chats(first: int, count: int, length: int = 1024) -> Iterator[bytes]:

@@ -1,25 +1,19 @@
-"""What takes room: a million live fingerprints in the store in memory, and whether any call stalls; and large policy files.
+"""What takes room: a million live fingerprints in the store in memory, and whether any call stalls.
 
-Each runs in a process of its own (`python -m tests.bench.memory WINDOW_TYPE COUNT`, `python -m tests.bench.memory policies
-COUNT`), because memory that another section left behind would be used again and hide the growth.
+Each kind of window runs in a process of its own (`python -m tests.bench.memory WINDOW_TYPE COUNT`), because memory that another
+section left behind would be used again and hide the growth.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
-import logging
 import sys
-import tempfile
 from hashlib import blake2b
-from pathlib import Path
 from time import perf_counter_ns, thread_time
 
 from extproc.engine.plan import Detector
 from extproc.metrics import Metrics
-from extproc.reload import Reloader
-from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.windows import Hit
 from tests.bench import samples
@@ -27,15 +21,12 @@ from tests.bench.processes import run_module
 from tests.bench.report import Row, progress
 from tests.bench.timing import resident_mb
 
-TITLE = "memory: 1,000,000 live fingerprints in the store in memory, and large policy files"
+TITLE = "memory: 1,000,000 live fingerprints in the store in memory"
 
 _MILLION = 1_000_000
 _CHUNK = 10_000
 _LIMIT_MB = 300
 _LIMIT_STALL_MS = 50
-_POLICIES = 150_000
-_LIMIT_KEPT = 8
-"""A policy of 210 bytes becomes an object or ten; larger ones take less of their own size."""
 
 _REQUIRED = "sliding_ttl"  # the default window; the others for information
 
@@ -47,13 +38,7 @@ def run(*, quick: bool) -> list[Row]:
     for number, kind in enumerate(kinds, 1):
         progress(f"memory: {kind}", number, len(kinds))
         rows += _rows(kind, _MILLION // 10 if quick else _MILLION)
-    return [*rows, _measure_policies(_POLICIES // 10 if quick else _POLICIES)]
-
-
-def _measure_policies(count: int) -> Row:
-    found = run_module("tests.bench.memory", "policies", str(count))
-    note = f"{found['file_mb']:.0f} MB, {count:,} policies, loaded and reloaded: {found['mb']:.0f} MB"
-    return Row("policy file: kept per byte of it", found["mb"] / found["file_mb"], "bytes", _LIMIT_KEPT, note)
+    return rows
 
 
 def _rows(kind: str, count: int) -> list[Row]:
@@ -112,26 +97,5 @@ def _count(store: MemoryStore, hits: list[Hit]) -> tuple[int, float]:
     return longest, thread_time() - started
 
 
-def load(count: int) -> dict[str, float]:
-    """Load a file of this many policies that differ by their paths, and reload it changed."""
-    logging.disable(logging.WARNING)
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        for version in (1, 2):
-            policies = [samples.policy(number, {"pathExact": f"/v1/tools/{number:06d}"}) for number in range(count)]
-            size = Path(file.name).write_bytes(samples.bundle(policies, version))
-            del policies
-            if version == 1:
-                before = resident_mb()
-                reloader = Reloader(Settings(policy=(file.name,)), Metrics())
-            else:
-                asyncio.run(reloader.reload(lambda _: None))
-        return {"file_mb": size / 1e6, "mb": resident_mb() - before}
-
-
-def main(kind: str, count: int) -> None:
-    """Print what was found."""
-    print(json.dumps(load(count) if kind == "policies" else fill(kind, count)))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps(fill(sys.argv[1], int(sys.argv[2]))))

@@ -32,14 +32,6 @@ def run_module(module: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def free_port() -> int:
-    """A port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def apart(servers: Iterable[int], others: Iterable[int]) -> Iterator[None]:
     """Give the servers a processor of their own, until the block ends.

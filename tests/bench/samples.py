@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
-from extproc.cli.commands.init import read_preset
 from extproc.engine.engine import Engine
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import MaybeLater, Reply
+from extproc.ext_proc.transaction import Reply
 from extproc.metrics import Metrics
-from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.policy.loader import parse
-from extproc.policy.presets import DEFAULT_PRESET
 from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
 
 PATH = "/v1/chat/completions"
 HOST = "api.example.com"
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
-_GO_ON_BYTES = 4
-"""An answer that lets the request through is two bytes: its phase and an empty message."""
 
 
 def policy(number: int = 0, selector: dict[str, Any] | None = None, **loop: object) -> dict[str, Any]:
@@ -68,12 +65,14 @@ def talk() -> dict[str, Any]:
     return made
 
 
-def agents() -> dict[str, Any]:
-    """`turns` as `loopguard init` has it, with the limits of `budget`; no header names callers or sessions."""
-    spec = json.loads(read_preset(DEFAULT_PRESET))["spec"]
-    limits = budget()["spec"]["session_limits"]
-    spec |= {"loop_detection": spec["loop_detection"][:1], "session_limits": limits}
-    return {"id": policy()["id"], "spec": spec}
+def rule() -> dict[str, Any]:
+    """`policy` with a rule beside its detector, which lets every request pass."""
+    made = policy()
+    bucket = {"tokens_per_second": 1_000, "burst": 1_000_000}
+    made["spec"]["rules"] = [
+        {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "token_bucket", "algorithm_config": bucket}
+    ]
+    return made
 
 
 def bundle(policies: Sequence[dict[str, Any]], version: int = 1) -> bytes:
@@ -149,12 +148,11 @@ def body_message(body: bytes) -> bytes:
     return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)).SerializeToString()
 
 
-def process(serving: Service, messages: Sequence[bytes]) -> None:
-    """One whole stream, as a transport drives it; raises RuntimeError if the request does not go on."""
-    stream = Stream(serving)
-    reply: MaybeLater | None = None
-    for message in messages:
-        reply = stream.receive(message)
-    stream.close()
-    if not isinstance(reply, Reply) or not reply.done or reply.answer is None or len(reply.answer) > _GO_ON_BYTES:
-        raise RuntimeError(f"the request was not let through: {reply}")
+def process(serving: Service, messages: Sequence[bytes]) -> ProcessingResponse:
+    """The last answer to a stream, as a transport drives it; raises RuntimeError if the request does not go on."""
+    with closing(Stream(serving)) as stream:
+        *_, reply = [stream.receive(message) for message in messages]
+    answer = ProcessingResponse.FromString(reply.join_answer()) if isinstance(reply, Reply) and reply.done else None
+    if answer is None or answer.HasField("immediate_response"):
+        raise RuntimeError(f"the request was not let through: {answer}")
+    return answer

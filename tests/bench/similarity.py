@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import msgspec
 
-from extproc.apis import LIST_PATHS, open_conversation
-from extproc.apis.conversation import Conversation
-from extproc.apis.excerpt import Excerpt
 from extproc.detectors import make_similarity
-from extproc.detectors.chain import find_place
-from extproc.detectors.results import MAX_NORMALIZED, normalize
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Reply
-from extproc.metrics import Metrics
-from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.server import freeze_objects
-from extproc.sessions.names import Rings
-from extproc.store.memory import MemoryStore
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio
@@ -34,8 +23,6 @@ from tests.bench.timing import cpu_us, interleaved, ratio
 TITLE = "similarity: inspecting an agent's request, vs. msgspec decoding the same bytes"
 
 _LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5, "turns": 1.2}
-_LONG_MS = 20
-_PIECE = 65_536
 _SIZES = (1_000, 10_000, 70_000, 500_000)
 _PROSE = "The pool was closed before the last request came back, so the test saw an error in place of the answer. "
 _CODE = 'def put(self, key):\n    if key is None:\n        raise KeyError("no key")\n    return self.rows[key]\n'
@@ -71,26 +58,6 @@ def _turn(number: int, result: str) -> list[dict[str, Any]]:
     ]
 
 
-_NUMBERS = [[(row * 7919 + column * 104_729) % 99_991 for column in range(8)] for row in range(400)]
-_RESULTS = {
-    "prose": _PROSE * 160,
-    "indented code": _CODE * 160,
-    "a table of integers": "\n".join(" ".join(map(str, row)) for row in _NUMBERS),
-    "a table of fractions": "\n".join(" | ".join(f"{number / 100:.2f}" for number in row) for row in _NUMBERS),
-    "a log": "\n".join(
-        f"2026-11-22T06:14:{row % 60:02d}.{row:03d}Z INFO request {row} took {row % 50} ms" for row in range(300)
-    ),
-    "a listing": "\n".join(
-        f"-rw-r--r-- 1 root root {row[1]:8d} Nov {row[0] % 28:2d} 06:14 file{row[2]}.py" for row in _NUMBERS
-    ),
-    "tests": "\n".join(f"tests/test_{row % 9}.py::test_{row} PASSED [{row // 4:3d}%] (0.{row:03d}s)" for row in range(300)),
-}
-"""What tools bring back, each longer than what is normalised of it."""
-
-_NORMALIZED_US_PER_KB = 25
-_CHAIN_US = 15
-
-
 def request(size: int, result: str = _PROSE * 12) -> bytes:
     """A chat completion request of an agent, as long as the agent is old.
 
@@ -121,69 +88,7 @@ def run(*, quick: bool) -> list[Row]:
         rows += _measure(request(size), f"{size // 1000} KB", quick=quick, limited=True)
     progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
     rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
-    rows += [_measure_normalizing(name, text[:MAX_NORMALIZED], quick=quick) for name, text in _RESULTS.items()]
-    return [*rows, _measure_chain(quick=quick), *_measure_long(quick=quick), *_measure_steering(quick=quick)]
-
-
-def _measure_long(*, quick: bool) -> list[Row]:
-    """What a history takes of which only the end is read, whole or in the pieces in which Envoy streams it."""
-    body = json.loads(request(70_000))
-    body["messages"] += [message for number in range(3_000) for message in _turn(number, _PROSE * 12)]
-    data = memoryview(json.dumps(body).encode())
-    compare, most = make_similarity(_loop("turns")).compare, 2**20
-
-    def read(excerpt: Excerpt, left: memoryview | bytes) -> None:
-        found = excerpt.write(left)
-        assert found is not None
-        compare(Document(found, shortened=True))
-
-    def read_in_pieces() -> None:
-        excerpt, kept = Excerpt(LIST_PATHS, most), bytearray()
-        for place in range(0, len(data), _PIECE):
-            if len(kept) + _PIECE > most:
-                excerpt.shorten(kept)
-            kept += data[place : place + _PIECE]
-        read(excerpt, bytes(kept))
-
-    works = {"at once": lambda: read(Excerpt(LIST_PATHS, most), data), "in pieces": read_in_pieces}
-    times = 5 if quick else 25
-    return [
-        Row(
-            f"{len(data) / 1e6:.0f} MB, turns reads the newest messages, {name}",
-            median([cpu_us(work, 1) / 1_000 for _ in range(times)]),
-            "ms",
-            _LONG_MS,
-        )
-        for name, work in works.items()
-    ]
-
-
-def _measure_chain(*, quick: bool) -> Row:
-    """What it takes to find a conversation by what a request shows, and to keep its turn in memory."""
-    rings, store = Rings("p", None, namespace=""), MemoryStore(Metrics())
-    body, times = request(39_000), 20 if quick else 100
-
-    def follow(conversations: Sequence[Conversation]) -> None:
-        for conversation in conversations:
-            place = find_place(conversation, prefilled=False)
-            if place is not None:
-                store.push([rings.chains.make_link("default", "", "0" * 16, "", place, bytes(31))])
-
-    spent = []
-    for _ in range(9 if quick else 25):
-        opened = [open_conversation(Document(body)) for _ in range(times)]
-        spent.append(cpu_us(partial(follow, opened), times))
-    return Row("39 KB, the chain in memory", median(spent), "us", _CHAIN_US)
-
-
-def _measure_normalizing(name: str, text: str, *, quick: bool) -> Row:
-    """What a result takes whose lines have no shape that is known."""
-    found = []
-    for number in range(15 if quick else 150):
-        mark = chr(97 + number // 26) + chr(97 + number % 26)
-        fresh = mark + text.replace("\n", f"\n{mark}")  # no line is known from before
-        found.append(cpu_us(partial(normalize, fresh), 1) / (len(fresh) / 1024))
-    return Row(f"normalising {name}", median(found), "us/KB", _NORMALIZED_US_PER_KB)
+    return [*rows, *_measure_steering(quick=quick)]
 
 
 def _stuck(size: int) -> bytes:
@@ -198,39 +103,21 @@ def _measure_steering(*, quick: bool) -> list[Row]:
     freeze_objects()  # as in a server
     size, times = 70_000, 20 if quick else 100
     bodies = {"stuck": samples.body_message(_stuck(size)), "at work": samples.body_message(request(size))}
-    works = {
-        f"{kind}, {action}": _Streams(action, body, times) for kind, body in bodies.items() for action in ("warn", "steer")
-    }
-    works["stuck, land"] = _Streams("land", bodies["stuck"], times)
-    found = interleaved(9 if quick else 25, {name: streams.run for name, streams in works.items()})
-    note = "{:.0f} us vs. {:.0f} us"
+    works = {(kind, action): _Streams(action, body, times).run for kind, body in bodies.items() for action in ("warn", "steer")}
+    found = interleaved(9 if quick else 25, {" ".join(key): work for key, work in works.items()})
     return [
-        _measure_notes(size, times, quick=quick),
-        *[
-            Row(
-                f"70 KB, {name}",
-                ratio(found, f"{kind}, {action}", f"{kind}, warn"),
-                "x",
-                limit,
-                note.format(median(found[f"{kind}, {action}"]), median(found[f"{kind}, warn"])),
-            )
-            for kind, action, name, limit in (
-                ("stuck", "steer", "a steered request vs. a warned one", 1.3),
-                ("stuck", "land", "a landed request vs. a warned one", None),
-                ("at work", "steer", "a request that is not, under the same policies", 1.1),
-            )
-        ],
+        Row(
+            f"70 KB, {name}",
+            ratio(found, f"{kind} steer", f"{kind} warn"),
+            "x",
+            limit,
+            f"{median(found[f'{kind} steer']):.0f} us vs. {median(found[f'{kind} warn']):.0f} us",
+        )
+        for kind, name, limit in (
+            ("stuck", "a steered request vs. a warned one", 1.3),
+            ("at work", "a request that is not, under the same policies", 1.1),
+        )
     ]
-
-
-def _measure_notes(size: int, times: int, *, quick: bool) -> Row:
-    """What it costs to recognise a note and to cut it out."""
-    steering = _Streams("steer", samples.body_message(_stuck(size)), 1)
-    noted = samples.body_message(ProcessingResponse.FromString(steering.answer()).request_body.response.body_mutation.body)
-    bodies = {"plain": samples.body_message(_stuck(size)), "noted": noted}
-    found = interleaved(9 if quick else 25, {name: _Streams("warn", body, times).run for name, body in bodies.items()})
-    note = f"{median(found['noted']):.0f} us vs. {median(found['plain']):.0f} us"
-    return Row("70 KB, a request with a note vs. one without", ratio(found, "noted", "plain"), "x", 1.3, note)
 
 
 class _Streams:
@@ -241,17 +128,6 @@ class _Streams:
         self._serving = samples.service(samples.engine([policy]))
         self._messages = samples.headers_message(), body
         self._times = times
-
-    def answer(self) -> bytes:
-        """To the body of one of them."""
-        stream = Stream(self._serving)
-        try:
-            replies = [stream.receive(message) for message in self._messages]
-        finally:
-            stream.close()
-        last = replies[-1]
-        assert isinstance(last, Reply)
-        return last.join_answer()
 
     def run(self) -> float:
         """Microseconds for one of them."""
@@ -275,12 +151,6 @@ def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]
         compare = look.compare
         works[similarity] = lambda compare=compare: compare(Document(data))  # type: ignore[misc]  # a lambda's defaults
 
-    def all_three() -> None:
-        document = Document(data)
-        for look in looks.values():
-            look.compare(document)
-
-    works["all three at once"] = all_three
     times = max(5, (20_000 if quick else 100_000) // len(body) * 5)
     found = interleaved(
         9 if quick else 25,
@@ -292,11 +162,10 @@ def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]
             f"{name}, {key}",
             ratio(found, key, "decode"),
             "x",
-            _LIMITS.get(key) if limited else None,
+            _LIMITS[key] if limited else None,
             note.format(median(found[key])),
         )
-        for key in works
-        if key != "decode"
+        for key in looks
     ]
 
 

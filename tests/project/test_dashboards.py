@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,28 +99,6 @@ def test_variables_offer_labels_that_exist(name: str) -> None:
     assert re.findall(r'(\w+)=~"\$\1"', found[1]) == before
 
 
-def test_panels_do_not_overlap() -> None:
-    """Each panel has a number of its own and a place of its own within 24 columns, below the title of its row."""
-    places = [(panel["gridPos"], panel["title"]) for panel in DASHBOARD["panels"]]
-
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    assert all(at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["h"] > 0 for at, _ in places)
-    assert [at["y"] for at, _ in places] == sorted(at["y"] for at, _ in places)
-    for (one, title), (other, beside) in combinations(places, 2):
-        apart = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-        assert apart or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"], f"{title} on {beside}"
-
-
-@pytest.mark.parametrize("panel", PANELS, ids=titles)
-def test_panels_explain_themselves(panel: dict[str, Any]) -> None:
-    """A panel has a title, a description in sentences, a unit and the chosen data source."""
-    assert panel["title"]
-    assert re.fullmatch(r".{30,}\.", panel["description"])
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    assert panel["datasource"] == SOURCE
-    assert all(target["datasource"] == SOURCE for target in panel["targets"])
-
-
 @pytest.mark.parametrize("panel", PANELS, ids=titles)
 def test_queries_are_true_to_the_code(panel: dict[str, Any]) -> None:
     """Queries are PromQL over metrics, labels and values that the code has, and legends name labels of the result."""
@@ -144,16 +121,6 @@ def test_queries_follow_the_chosen_variables(panel: dict[str, Any]) -> None:
             assert [label for label in wanted if f'{label}=~"${label}"' not in matchers] == [], name
 
 
-def test_policy_files_are_told_apart_by_job() -> None:
-    """A canary's files have rows of their own, and do not look like files that some replicas refused."""
-    (panel,) = (panel for panel in PANELS if panel["title"] == "Policy files in force")
-    (target,) = panel["targets"]
-    (shown,) = panel["transformations"]
-
-    assert "job" in read(target["expr"]).labels
-    assert shown["options"]["indexByName"].keys() == {*read(target["expr"]).labels, "Value"}
-
-
 @pytest.mark.parametrize("name", ALERTS)
 def test_alerts_say_what_to_do(name: str) -> None:
     """An alert has a severity, waits before it goes off, and its texts use labels which its result carries."""
@@ -161,14 +128,10 @@ def test_alerts_say_what_to_do(name: str) -> None:
     labels = read(alert["expr"]).labels
     texts = alert["annotations"]
 
-    assert re.fullmatch(r"Loopguard[A-Z]\w+", name)
     assert alert["labels"]["severity"] in {"warning", "critical"}
     assert re.fullmatch(r"[1-9]\d*m", alert["for"])
     assert texts.keys() == {"summary", "description"}
-    assert len(texts["description"]) > 80
-    assert set(re.findall(r"\$labels\.(\w+)", " ".join(texts.values()))) <= labels
-    assert "job" in labels
-    assert "/s" not in texts["summary"]  # Prometheus writes 0.9 per second as 900m
+    assert {"job", *re.findall(r"\$labels\.(\w+)", " ".join(texts.values()))} <= labels
 
 
 def test_rules_are_true_to_the_code() -> None:

@@ -170,16 +170,6 @@ def find_index() -> str:
     return next(iter(re.findall(r"\.index-url='(.*)'$", listed, re.MULTILINE)[::-1]), "")
 
 
-def test_labels_tell_the_version(image: Image) -> None:
-    """The image is labelled with the project's version, and with the revision that the builder names."""
-    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in image.labels.items()}
-
-    assert labels["version"] == PROJECT["project"]["version"]
-    assert labels["revision"] == labels["vendor"] == labels["licenses"] == labels["source"] == "unknown"
-    assert labels["title"]
-    assert labels["description"]
-
-
 def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> None:
     """Loopguard and its pinned packages are in the image; build tools are not."""
     found = {
@@ -194,26 +184,12 @@ def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> No
     assert not [path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}]
 
 
-def test_the_image_knows_prices(image: Image) -> None:
-    """Without a network: costs of sessions and budgets are in dollars from the start."""
-    code = "from extproc.sessions.rates import look_up; print(bool(look_up('gpt-4o') and look_up('claude-sonnet-4-5')))"
-
-    assert Container(image).run(["python", "-c", code]) == (0, "True")
-
-
 def test_the_image_is_compiled(image: Image) -> None:
     """What every request passes through is machine code in the image."""
     module = COMPILED.removesuffix(".py").replace("/", ".")
     code, file = Container(image).run(["python", "-c", f"import {module}; print({module}.__file__)"])
 
     assert (code, Path(file).suffix) == (0, ".so")
-
-
-def test_bytecode_is_there_and_is_never_checked(image: Image) -> None:
-    """A read-only tree has all of its bytecode from the start, without a time in it that would differ from build to build."""
-    (server,) = image.root.rglob("extproc/__pycache__/server.*.pyc")
-
-    assert int.from_bytes(server.read_bytes()[4:8], "little") == 0b01  # by hash, unchecked: PEP 552
 
 
 def test_no_shell_is_needed(image: Image) -> None:

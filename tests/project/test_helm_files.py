@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from extproc import settings
 from tests.support.chart import Values, environment, merged, objects, one, problems
 
 MOUNTED: Values = {
@@ -14,33 +11,6 @@ MOUNTED: Values = {
     "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
 }
 HOW = "mount one there with extraVolumes and extraVolumeMounts."
-
-
-def deploy(values: Values) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """The pod, its mounts by name, and the variables of its container."""
-    deployment = one(objects(values), "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
-    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
-    return pod, mounts, environment(deployment)
-
-
-def test_keys_and_events_come_from_secrets() -> None:
-    """The process reads the keys of the mounted Secrets."""
-    secrets: Values = {
-        "hashKey": {"existingSecret": "hashes", "key": "k"},
-        "events": {"existingSecret": "signing", "caKey": "ca.crt"},
-        "settings": {"events": "https://events.example.com"},
-    }
-
-    pod, mounts, variables = deploy(secrets)
-
-    given = settings.read_settings({}, variables)
-    named = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
-    assert named == {"hash-key": "hashes", "events": "signing"}
-    assert given.hash_key_file == f"{mounts['hash-key']['mountPath']}/k"
-    assert given.events_secret_file == f"{mounts['events']['mountPath']}/secret"
-    assert given.events_ca == f"{mounts['events']['mountPath']}/ca.crt"
-    assert all(mounts[name]["readOnly"] for name in named)
 
 
 def test_volumes_and_variables_of_users_are_added() -> None:

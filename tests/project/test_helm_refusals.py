@@ -14,13 +14,14 @@ import pytest
 
 from extproc.engine.engine import Engine
 from extproc.engine.handover import HandedOver
-from extproc.errors import BundleErrors
+from extproc.errors import BundleErrors, UsageError
 from extproc.ext_proc.transaction import HOLD_MARGIN_MS
+from extproc.metrics import Metrics
 from extproc.policy.bundle import MAX_DELAY_MS
 from extproc.policy.loader import parse
 from extproc.request.limit_keys import UNSUPPORTED_KEYS
 from extproc.settings import is_scope
-from extproc.store import SCHEMES
+from extproc.store import open_store
 from tests.support import ROOT
 from tests.support.bundles import RULE
 from tests.support.chart import CHART, ENFORCING, Values, merged, objects, problems, refusal, with_policies
@@ -574,10 +575,16 @@ def test_a_wrong_value_is_refused(values: Values, message: str) -> None:
     assert message in refusal(values)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "unix"])
-def test_every_kind_of_store_is_taken(scheme: str) -> None:
+def test_every_kind_of_store_is_taken() -> None:
     """The schema takes the URLs that the process takes, except a socket, which no pod shares."""
-    assert objects(store(f"{scheme}://{'' if scheme == 'memory' else 'redis'}"))
+    with pytest.raises(UsageError) as told:
+        open_store("http://redis", Metrics())
+    schemes = re.findall(r"([\w+]+)://", str(told.value).partition("known are: ")[2])
+
+    assert {"memory", "redis", "unix"} < set(schemes)
+    for scheme in schemes:
+        values = store(f"{scheme}://{'' if scheme == 'memory' else 'redis'}")
+        assert "at '/store/url'" in refusal(values) if scheme == "unix" else objects(values)
 
 
 @pytest.mark.parametrize(

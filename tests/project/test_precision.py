@@ -5,17 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extproc.request.document import Document
 from tests.bench.precision.__main__ import main
 from tests.bench.precision.conversations import read_conversation
 from tests.bench.precision.measure import make_share
-from tests.support.conversations import ORACLE
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
 from tests.support.labelled import FORMATS, make_set
@@ -66,17 +63,6 @@ def test_each_format_is_judged_as_its_requests(
     assert (acted["loops"]["found"], acted["others"]["found"], acted["turns"]) == (1, 0, {"median": 3, "longest": 3})
     assert (refused["loops"]["found"], refused["others"]["found"], refused["turns"]) == (1, 0, {"median": 7, "longest": 7})
     assert (refused["loops"]["of"], refused["others"]["of"], refused["successes"]["of"]) == (1, 1, 1)
-
-
-@pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_requests_are_what_the_client_sent(write: Callable[[Sequence[Did]], dict[str, Any]]) -> None:
-    """Each shows one turn more than the one before it, the last one all of them."""
-    line = json.dumps({"label": LOOP, **write(work(2, again=8))}).encode()
-
-    bodies = read_conversation(line, Path()).bodies
-
-    shown = [ORACLE.rule.read(Document(body)).newest(32) for body in bodies]
-    assert [len(turns) for turns in shown] == list(range(11))
 
 
 def test_bytes_that_are_spared_are_those_from_the_first_refusal_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,17 +125,6 @@ def test_every_conversation_is_a_caller_of_its_own(key: str, tmp_path: Path, cap
 
     assert count() == (1, 3)
     assert count("--seconds", "3600") == (0, 3)
-
-
-def test_headers_of_a_line_are_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two conversations of one caller count together."""
-    document = bundle(policy("p", ANY, limit_keys=["header:x-team"], similarity="tail", threshold_identical_requests=2))
-    (tmp_path / "p.json").write_text(json.dumps(document))
-    sent = [{"label": {"loop": True}, "headers": {"X-Team": "a"}, **FORMATS["chat"](work(0))} for _ in range(2)]
-
-    found = Measured(tmp_path, capsys, sent, "--policy", str(tmp_path / "p.json"))
-
-    assert found.find("default", "p")["acted_on"]["loops"]["found"] == 1
 
 
 def test_a_line_may_name_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,21 +205,6 @@ def test_usage_errors_say_what_would_be_right(
     assert told in found.error
 
 
-def test_a_set_without_any_conversation_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """There is nothing to show then."""
-    found = Measured(tmp_path, capsys, [b"x\n"])
-
-    assert (found.code, found.document) == (1, {})
-    assert "no conversation can be judged" in found.error
-
-
-def test_policies_judge_whatever_their_selectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A set says what was asked, and not where."""
-    found = Measured(tmp_path, capsys, [{"label": LOOP, "path": "/other", **FORMATS["chat"](work(2, again=3))}])
-
-    assert found.find()["acted_on"]["loops"]["found"] == 1
-
-
 @pytest.mark.parametrize(
     ("found", "of", "low", "high"),
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (217, 248, 0.8284, 0.9102), (0, 0, 0.0, 1.0)],
@@ -268,8 +228,3 @@ def test_the_tables_have_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[st
     kinds = [line.split() for line in printed.out.partition("by kind")[2].splitlines() if " other " in line]
     refused = {" ".join(words[: words.index("other")]) for words in kinds if words[-2] != "0"}
     assert refused == {"long polls", "a service that fails fatally", "rate limits told as fatal errors"}
-
-
-def test_the_set_is_the_same_each_time() -> None:
-    """Figures of two versions can be compared."""
-    assert list(islice(make_set(), 40)) == list(islice(make_set(), 40))

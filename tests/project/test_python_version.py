@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
 
 OLD = """#!/bin/sh
 case "$1" in --version) echo "Python 3.10.12";; -c) exit 1;; *) echo "went on: $*";; esac
 """
 
 
+def copy_makefile(folder: Path) -> None:
+    """What make reads of the project."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "extproc").mkdir()
+
+
 @pytest.mark.parametrize("python", ["old", "missing"])
 def test_make_says_in_one_line_which_python_is_needed(tmp_path: Path, python: str) -> None:
     """Nothing is made with the old one, so that the next call begins anew."""
-    for name in ("Makefile", "pyproject.toml"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    (tmp_path / "extproc").mkdir()
+    copy_makefile(tmp_path)
     (tmp_path / "old").write_text(OLD)
     (tmp_path / "old").chmod(0o755)
 
@@ -54,9 +60,7 @@ def test_make_says_at_once_where_envoy_has_no_wheel(
     tmp_path: Path, target: str, machine: str, programs: dict[str, str], *, runs: bool
 ) -> None:
     """Before anything is installed, and with what works there."""
-    for name in ("Makefile", "pyproject.toml"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    (tmp_path / "extproc").mkdir()
+    copy_makefile(tmp_path)
     for name, says in {"uname": machine, **programs}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
         (tmp_path / name).chmod(0o755)

@@ -26,9 +26,9 @@ def build(folder: Path, project: Path = ROOT, **environment: str) -> subprocess.
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, without warnings."""
+    """The site, without warnings, and with an address of the sources."""
     folder = tmp_path_factory.mktemp("site")
-    done = build(folder)
+    done = build(folder, SOURCE_URL="https://code.example.com/loopguard")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -57,10 +57,9 @@ def test_nothing_comes_from_elsewhere(site: Path) -> None:
     assert found == []
 
 
-def test_links_to_files_beside_the_pages_lead_to_the_sources(tmp_path: Path) -> None:
-    """With an address of the sources these are links, without one plain words."""
-    assert build(tmp_path, SOURCE_URL="https://code.example.com/loopguard").returncode == 0
-    text = (tmp_path / "index.html").read_text()
+def test_links_to_files_beside_the_pages_lead_to_the_sources(site: Path) -> None:
+    """Links between pages stay within the site."""
+    text = (site / "index.html").read_text()
 
     assert 'href="https://code.example.com/loopguard/blob/main/helm/loopguard/README.md"' in text
     assert 'href="mesh.html' in text

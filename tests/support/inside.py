@@ -1,6 +1,6 @@
-"""What tests know of the inside of the package: these lists only shrink.
+"""What tests know of the inside of the package: the list only shrinks.
 
-.venv/bin/python -m tests.support.inside            prints both as the tests are now
+.venv/bin/python -m tests.support.inside            prints it as the tests are now
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable
 
 from tests.support import ROOT
-from tests.support.rooms import find_imports
+from tests.support.rooms import list_imports
 
 IMPORTED = {
     "": """
@@ -26,10 +26,10 @@ IMPORTED = {
         commands costs
     """,
     "cli": """
-        commands main packed probe
+        commands main probe
     """,
     "cli/commands": """
-        dashboards grant init ordering serve sessions top
+        dashboards grant ordering serve sessions top
     """,
     "cli/envoy_check": """
         config document inspect needs paths
@@ -44,7 +44,7 @@ IMPORTED = {
         command counts judge logs records table
     """,
     "cli/scan": """
-        atif files formats limits lines page report trajectories transcripts watch work
+        atif files formats limits lines report trajectories transcripts watch work
     """,
     "detectors": """
         actions alike arguments base canonical causes chain failures keys loops own_answers results schemas
@@ -54,7 +54,7 @@ IMPORTED = {
         candidates engine evaluation handover orders plan ramp recording settlements
     """,
     "ext_proc": """
-        access_log budget duplex protobuf service stream transaction upload wire
+        access_log budget duplex service stream transaction upload wire
     """,
     "ext_proc/answers": """
         go_on metadata
@@ -77,14 +77,14 @@ IMPORTED = {
         bundle files last_good loader namespaces outline overlaps pairings presets
     """,
     "request": """
-        callers document encodings fingerprint hash_key http limit_keys notes patch quoting secrets
+        document encodings fingerprint hash_key http limit_keys notes patch quoting secrets
     """,
     "sessions": """
         changing history names prices rates session_limits
     """,
     "store": """
-        backend care client credentials key_sharing known_refusals link memory pending pushes redis remote
-        remote_documents replicas resp rules scripts side_connections topology
+        backend care client credentials key_sharing known_refusals link memory pending pushes redis remote replicas resp
+        rules scripts shard side_connections topology
     """,
     "store/rules": """
         budget chain documents ring root session take_back tree windows
@@ -95,25 +95,8 @@ IMPORTED = {
 }
 """Modules of the package that tests may import, by folder."""
 
-READERS = {
-    "tests/doors/store/test_redis.py": 27,
-    "tests/doors/transport/test_acceptor.py": 19,
-    "tests/doors/transport/test_door.py": 9,
-    "tests/doors/transport/test_honest_envoy.py": 1,
-    "tests/doors/transport/test_tls.py": 7,
-    "tests/unit/cli/scan/test_watch.py": 2,
-    "tests/unit/detectors/test_detectors.py": 4,
-    "tests/unit/detectors/test_failures.py": 25,
-    "tests/unit/detectors/test_moving_numbers.py": 5,
-    "tests/unit/detectors/test_results.py": 6,
-    "tests/unit/ext_proc/test_unreadable_bodies.py": 1,
-    "tests/unit/transport/test_headers.py": 2,
-    "tests/unit/transport/test_http2_bounds.py": 8,
-}
-"""How many private attributes a file still reads, sets or imports."""
-
-PUBLIC = ("_replace", "_asdict", "_fields", "_exit", "_collector_to_names", "_labelnames")
-"""Public in NamedTuples and in os; prometheus_client has no other way to the labels of a metric without samples."""
+FIELDS = ("_replace", "_asdict", "_fields")
+"""Of NamedTuples, where they are public."""
 
 _PRIVATE = re.compile(r"_[^_]")
 _BY_NAME = {"setattr", "getattr", "delattr", "hasattr"}
@@ -125,7 +108,7 @@ def read_tests() -> dict[str, ast.Module]:
 
 
 def _is_private(name: object) -> bool:
-    return isinstance(name, str) and bool(_PRIVATE.match(name)) and name not in PUBLIC
+    return isinstance(name, str) and bool(_PRIVATE.match(name)) and name not in FIELDS
 
 
 def _find_private(node: ast.AST) -> int:
@@ -148,7 +131,7 @@ def count_private(tree: ast.Module) -> int:
 
 def find_imported(tree: ast.Module) -> set[str]:
     """The modules of the package that a file imports."""
-    return {*find_imports(ast.unparse(tree))}
+    return {*list_imports(tree)}
 
 
 def find_test_imports(tree: ast.Module) -> list[str]:
@@ -162,8 +145,8 @@ def find_test_imports(tree: ast.Module) -> list[str]:
     return [name for name in names if name.startswith("tests.") and ".test_" in name]
 
 
-def write_lists(modules: Iterable[str], readers: dict[str, int]) -> str:
-    """Both lists as they stand in this file."""
+def write_list(modules: Iterable[str]) -> str:
+    """The list as it stands in this file."""
     rooms: dict[str, list[str]] = {}
     for module in sorted(modules):
         room, _, name = module.rpartition("/")
@@ -172,12 +155,8 @@ def write_lists(modules: Iterable[str], readers: dict[str, int]) -> str:
     for room, names in sorted(rooms.items()):
         folded = textwrap.fill(" ".join(names), 120, initial_indent=" " * 8, subsequent_indent=" " * 8)
         lines += [f'    "{room}": """', folded, '    """,']
-    lines += ["}", '"""Modules of the package that tests may import, by folder."""', "", "READERS = {"]
-    lines += [f'    "{path}": {number},' for path, number in readers.items()]
-    return "\n".join([*lines, "}", '"""How many private attributes a file still reads, sets or imports."""', ""])
+    return "\n".join([*lines, "}", ""])
 
 
 if __name__ == "__main__":
-    files = read_tests()
-    private = {path: number for path, tree in files.items() if (number := count_private(tree))}
-    sys.stdout.write(write_lists(set().union(*map(find_imported, files.values())), private))
+    sys.stdout.write(write_list(set().union(*map(find_imported, read_tests().values()))))

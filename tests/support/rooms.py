@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 from tests.support import ROOT as CHECKOUT
 
@@ -25,9 +26,15 @@ FILES = {
 """By the module's name below the package, such as `store/memory`; a folder's own name is its `__init__.py`."""
 
 
-def find_imports(source: str) -> Iterator[str]:
+@cache
+def find_imports(source: str) -> frozenset[str]:
     """Every module of the package that is imported anywhere in a file."""
-    for node in ast.walk(ast.parse(source)):
+    return frozenset(list_imports(ast.parse(source)))
+
+
+def list_imports(tree: ast.Module) -> Iterator[str]:
+    """The same of a file that is parsed."""
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
