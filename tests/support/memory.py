@@ -17,7 +17,8 @@ def _list_values() -> Iterator[object]:
     for module in modules:
         for value in vars(module).values():
             yield value
-            if type(value).__module__.startswith("extproc."):
+            home: object = type(value).__module__  # of a compiled class it may be a descriptor
+            if not isinstance(home, str) or home.startswith("extproc."):
                 yield from gc.get_referents(value)
                 yield from getattr(value, "__dict__", {}).values()
 

@@ -14,12 +14,16 @@ from tests.support.records import replace
 from tests.support.windows import make_hit, make_push
 
 
-class Memory(MemoryStore):
+class Memory:
     """A store with its metrics."""
 
     def __init__(self, max_entries: int) -> None:
         self.metrics = Metrics()
-        super().__init__(self.metrics, max_entries)
+        self._store = MemoryStore(self.metrics, max_entries)
+        self.hit, self.push = self._store.hit, self._store.push
+
+    def __len__(self) -> int:
+        return len(self._store)
 
     @property
     def evictions(self) -> float | None:
