@@ -210,6 +210,7 @@ def test_what_goes_on_keeps_its_body_and_what_can_be_counted_is(cases: list[Case
             eventually(lambda: uncounted() == 3 * number, f"{identity} in the metric")  # noqa: B023  # called at once
             assert uncounted(reason=reason) == 3 * number
         assert metric("fail_open_total") == 0
+        eventually(lambda: metric("streams_in_flight") == 0, "the end of all streams")
 
 
 @pytest.mark.deep
@@ -223,7 +224,6 @@ def test_large_bodies_pass_whole_in_full_duplex(transport: str) -> None:
         check_whole(made, answers)
         assert made.loopguard.metric("uncounted_total") == 0
         assert made.loopguard.metric("requests_total", policy=f"{DUPLEX}-NONE", action="allow") == len(LARGE)
-        eventually(lambda: metric("streams_in_flight") == 0, "the end of all streams")
 
 
 _BUG = """

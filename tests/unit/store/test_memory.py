@@ -23,6 +23,7 @@ class Memory:
         self.hit, self.push = self._store.hit, self._store.push
 
     def __len__(self) -> int:
+        """The number of entries."""
         return len(self._store)
 
     @property
