@@ -618,6 +618,34 @@ def test_what_works_but_is_perhaps_not_meant_is_a_warning(document: object, expe
     assert all(fits(message, wanted) for (_, message), (_, wanted) in zip(found, expected, strict=True)), found
 
 
+TOKENS = {
+    "name": "t",
+    "algorithm": "token_bucket_llm",
+    "algorithm_config": {"tokens_per_minute": 9},
+    "limit_keys": ["ip:address"],
+}
+
+
+@pytest.mark.parametrize(
+    ("document", "places"),
+    [
+        (good(), ["/spec"]),
+        (spec(limit_keys=["ip:address"]), []),
+        (spec(limit_keys=["header:x-user-id", "ip:address"]), ["/spec/limit_keys"]),
+        (spec(limit_keys=["header:x-user-id", "ip:address"], missing_descriptor="skip"), []),
+        (spec(session={}, session_limits={"max_steps": 9}), ["/spec/session_limits", "/spec"]),
+        (spec(loop_detection=None, limit_keys=["header:a", "ip:address"], rules=[RULE | {"limit_keys": ["ip:address"]}]), []),
+        (spec(loop_detection=None, rules=[RULE | {"limit_keys": ["header:a"]}]), ["/spec/rules/0/limit_keys"]),
+        (spec(loop_detection=None, rules=[RULE | {"limit_keys": ["header:a"]}], uncountable="reject"), []),
+        (spec(loop_detection=None, rules=[TOKENS]), ["/spec/rules/0/algorithm_config"]),
+    ],
+)
+def test_what_a_default_means_is_a_note(document: object, places: list[str]) -> None:
+    notes = plain(check(document).notes)
+
+    assert [place for place, message in notes if "reject_status" not in message] == places
+
+
 @pytest.mark.parametrize(
     "document",
     [

@@ -58,12 +58,12 @@ def test_replicas_see_each_other_while_they_live() -> None:
 
 
 def test_a_share_has_room_for_the_request_and_never_more_than_the_limit() -> None:
-    bucket = make_bucket(amount=1, limit=10, rate=4).share(4)
+    bucket = make_bucket(amount=1, limit=10, rate=9).share(4)
     large = make_bucket(amount=7, limit=10, rate=1).share(4)
     never = make_period(amount=11, limit=10).share(4)
     breaker = make_breaker(amount=3, limit=10).share(5)
 
-    assert (bucket.limit, bucket.rate) == (2, 1)
+    assert (bucket.limit, bucket.rate) == (2, 2)
     assert (large.limit, large.rate) == (7, 1)
     assert (never.limit, never.rate) == (10, 0)
     assert breaker.limit == 4
