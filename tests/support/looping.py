@@ -66,14 +66,3 @@ def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None)
     assert check is not None
     check.read_body(NO_BODY.plus(data), content=data if len(data) <= check.inspects else None)
     return check
-
-
-def write_chat(turns: int, padding: int = 0) -> bytes:
-    """A conversation in which a tool was called so often with the same argument and result."""
-    turn = [
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}]},
-        {"role": "tool", "tool_call_id": "c", "content": "Error: no such file"},
-    ]
-    tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
-    user = {"role": "user", "content": "go" + "x" * padding}
-    return json.dumps({"model": "m", "tools": tools, "messages": [user, *turn * turns]}).encode()

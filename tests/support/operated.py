@@ -45,7 +45,7 @@ from extproc.server import find_seen
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import BOARDS, ORDERS, make_replica_name
+from extproc.store.rules.documents import ORDERS, make_replica_name
 from tests.support.budget_policies import CHAT
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service
@@ -190,11 +190,6 @@ class Operated:
     def read_orders(self) -> bytes:
         """All that the store has of orders."""
         found = run(self.store.documents.read(ORDERS, "overrides"))
-        return b"".join(found.documents.values()) if found is not None else b""
-
-    def read_board(self, name: str) -> bytes:
-        """What the replicas have published about a table."""
-        found = run(self.store.documents.read(BOARDS, name))
         return b"".join(found.documents.values()) if found is not None else b""
 
     @contextmanager

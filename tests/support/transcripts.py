@@ -58,6 +58,9 @@ class AgentSession(NamedTuple):
         return len(self.turns)
 
 
+FAILING = Did((("check", {"part": 1}),), ("Error: part 1 is broken. " + "It is. " * 30,))
+"""A step that gets the same error each time."""
+
 Lines = list[Json]
 
 

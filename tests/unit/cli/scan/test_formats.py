@@ -13,6 +13,7 @@ import pytest
 from tests.support.conversations import INNOCENT, LOOPING, word
 from tests.support.scanning import scan_file, scan_values
 from tests.support.transcripts import (
+    FAILING,
     FORMATS,
     AgentSession,
     write_atif,
@@ -34,7 +35,6 @@ TRUTH = [
 """Rule, first call, call with a note, refused call and last call of each of LOOPING."""
 
 every_format = pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-FAILING = Did((("check", {"part": 1}),), ("Error: part 1 is broken. " + "It is. " * 30,))
 
 
 def make_session(make: Callable[[Random], list[Did]], **more: Any) -> AgentSession:  # noqa: ANN401  # as declared

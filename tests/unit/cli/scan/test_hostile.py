@@ -20,6 +20,7 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.scanning import scan_file, scan_values
 from tests.support.transcripts import (
+    FAILING,
     FORMATS,
     AgentSession,
     write_claude_code,
@@ -36,7 +37,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-FAILING = Did((("check", {"part": 1}),), ("Error: part 1 is broken. " + "It is. " * 30,))
 SESSION = AgentSession([FAILING] * 8)
 FOUND = [("repeat", 1, 4, 8, 8)]
 LONGEST = 2**20
