@@ -213,6 +213,7 @@ def test_what_goes_on_keeps_its_body_and_what_can_be_counted_is(cases: list[Case
         eventually(lambda: metric("streams_in_flight") == 0, "the end of all streams")
 
 
+@needs_tolerant
 @pytest.mark.deep
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_large_bodies_pass_whole_in_full_duplex(transport: str) -> None:
