@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -18,6 +17,7 @@ from extproc.detectors.chain import digest_tool, find_place
 from extproc.request.document import Document, NotCounted
 from extproc.sessions.history import RECORD, CallHistory, read_tool_calls
 from tests.support.examples import examples
+from tests.support.memory import count_known, forget, list_memos
 from tests.support.model_requests import BODIES, HOSTILE, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
 
@@ -246,17 +246,29 @@ def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> No
             read_calls(whole)
 
 
-def test_what_takes_much_room_is_not_remembered() -> None:
-    calls = [(f"{at}" + "f" * 9_000, {"a": "x" * 9_000}) for at in range(1_000)]
-    bodies = [json.dumps(SHAPES["chat"]([Did((each,), ("ok",))])).encode() for each in calls]
-    tracemalloc.start()
+def count_remembered(tool: str, count: int) -> int:
+    """How much is remembered of a history of one message with so many calls, read twice."""
+    forget()
+    calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
 
-    found = [len(read_calls(body).records) for body in bodies]
+    for _ in range(2):
+        assert len(read_calls({"messages": [{"role": "assistant", "tool_calls": calls}]}).records) == count * RECORD
+    return count_known()
 
-    grown, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert found == [RECORD] * 1_000
-    assert grown < 4_000_000
+
+def test_neither_many_calls_nor_long_names_are_remembered() -> None:
+    assert count_remembered("f", 8) == count_remembered("f", 9) + 1 == count_remembered("f" * 257, 1) + 1
+
+
+@pytest.mark.slow
+def test_known_histories_are_bounded_in_bytes() -> None:
+    forget()
+    for at in range(100):
+        for messages, length in ((1_500, 9), (2, 200_000)):
+            said = [{"role": "assistant", "content": f"{at}" + "x" * length}] * messages
+            assert _shows_something(json.dumps({"messages": [{"role": "user", "content": f"{at}"}, *said]}).encode())
+
+    assert 2**25 < max(memo.size for memo in list_memos()) <= 2**26
 
 
 @pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])
