@@ -206,6 +206,13 @@ def test_every_new_key_is_read() -> None:
     assert (turns.normalize_results, turns.ignore_arguments, turns.threshold_identical_requests) == (False, ["note"], None)
 
 
+@pytest.mark.parametrize(("limits", "most"), [({}, 2**20), ({"max_inspect_bytes": 1_000}, 1_000)])
+def test_session_limits_have_their_own_inspect_bytes(limits: dict[str, int], most: int) -> None:
+    loaded = check(spec(loop_detection=None, session={}, session_limits={"max_steps": 9, **limits}))
+
+    assert loaded.sources[0].policies[0].spec.find_session_inspect_bytes() == most
+
+
 def test_the_defaults_of_new_keys() -> None:
     """Without them a detector looks into 1 MiB, at 3 messages or 10 calls with their results, since the user's last message."""
     made = check(loop()).sources[0].policies[0].spec.detectors()[0][1]
@@ -252,6 +259,7 @@ def same_name(name: str, second: int) -> Errors:
         (entries({}, {}), same_name("exact", 1)),
         (entries({"name": "tail"}, TAIL), same_name("tail", 1)),
         (entries({}, TAIL, {"name": "x"}, CALLS | {"name": "x", "enabled": False}), same_name("x", 3)),
+        (spec(loop_detection=[5, *entries({}, {})["spec"]["loop_detection"]]), [(f"{LOOP}/0", "…"), *same_name("exact", 2)]),
         (loop(**CALLS, tools={"": {}}), [(f"{LOOP}/tools/", "it must not be empty…")]),
         (loop(**CALLS, tools={"f": {"threshold": None, "window_calls": 2}}), [never(f"{LOOP}/tools/f", 3, 2)]),
         (loop(**CALLS, tools={"f": {"threshold": 11, "window_calls": None}}), [never(f"{LOOP}/tools/f", 11, 10)]),

@@ -47,6 +47,7 @@ def test_strangers_can_show_a_public_id(selector: dict[str, Any], keys: list[Any
 
 BREAKER = {"enabled": True, "spend_rate_threshold_per_minute": 3, "auto_reset_after_minutes": 5}
 RULES = limited(bucket(name="safe", keys=[VERIFIED]), bucket(name="open", keys=["credential"]))
+OPEN = limited(bucket(name="open", keys=["credential"]), identity="r")
 BOTH = limited(bucket(name="both", keys=["credential", "jwt:sub"]), identity="q", circuit_breaker=BREAKER)
 PRESETS = [
     json.loads(Path(find_preset(name)).read_text()) for name in ("agents", "sessions", "interactive", "agentic", "canary")
@@ -56,7 +57,10 @@ PRESETS = [
 @pytest.mark.parametrize(
     ("document", "places"),
     [
-        (bundle(RULES, BOTH), ["/policies/0/spec/rules/1/limit_keys", "/policies/1/spec/circuit_breaker"]),
+        (
+            bundle(RULES, BOTH, OPEN),
+            ["/policies/0/spec/rules/1/limit_keys", "/policies/1/spec/circuit_breaker", "/policies/2/spec/rules/0/limit_keys"],
+        ),
         *((preset, []) for preset in PRESETS),
     ],
 )
