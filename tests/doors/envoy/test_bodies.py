@@ -132,10 +132,12 @@ def write_mode(mode: str, response_mode: str) -> dict[str, str]:
 
 
 def in_every_mode(config: str) -> str:
-    """The same configuration with routes in the modes that their paths name; Envoy passes trailers on."""
-    document = read_yaml(config)
+    """The same configuration with routes in the modes that their paths name; Envoy is patient, and passes trailers on."""
+    document = read_yaml(config.replace("timeout: 0.15s", "timeout: 30s"))  # of keepalive: this machine may be busy
     manager = http_manager(document)
     manager["http_protocol_options"] = {"enable_trailers": True}
+    guard = next(item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.ext_proc")
+    guard["typed_config"]["message_timeout"] = "30s"
     for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
         named = route["match"].get("prefix", "").split("/")[1:-1]
         if len(named) == 2:
