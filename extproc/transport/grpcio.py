@@ -137,7 +137,9 @@ class GrpcServer:
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
                 reply = stream.receive(data)
-                if await self._answer(stream, writer, reply if isinstance(reply, Reply) else await reply):
+                done = await self._answer(stream, writer, reply if isinstance(reply, Reply) else await reply)
+                # A stop closes the connection with its last call, and the close overtakes the call's status: let Envoy end it.
+                if done and self._health.serving:
                     return
         except asyncio.CancelledError:
             if not stream.given_up:
