@@ -11,6 +11,7 @@ from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import (
     FAILED,
+    JOINED,
     KILLED,
     LIMITS,
     MAX_RETRIES_PER_STEP,
@@ -698,6 +699,13 @@ CASES: dict[str, Case] = {
         (4, make_step(1, limit(threshold=1, window=1), call("send")), "loop_detection 1/1 send"),
     ],
     "a settlement without a step": [(0, settle_step(_FIRST, FAILED, 9), "ok")],
+    "a conversation that goes on takes back its own step alone": [
+        *((number, make_step(number, _TWO_STEPS), "ok") for number in (0, 1)),
+        *((number, settle_step(make_step(number, _TWO_STEPS)), "ok") for number in (0, 1)),
+        (2, settle_step(_FIRST, JOINED), "ok"),
+        (3, make_step(2, _TWO_STEPS), "ok"),
+        (4, make_step(3, _TWO_STEPS), "max_steps 2/2"),
+    ],
 }
 """When, what is asked, and what a store says to it."""
 

@@ -69,6 +69,7 @@ def place_of(caplog: pytest.LogCaptureFixture) -> str:
         ([switch("query:q")], "/guarded?" + "&" * 20_000 + "q=bad", {}, ""),  # takes too long to read
         ([switch("ip:address", "10.0.0.1")], "/guarded", {"attributes": {"source.address": "10.0.0.1:7"}}, "0"),
         ([switch("ip:address", "10.0.0.1")], "/guarded", {"attributes": {"source.address": "10.0.0.10:7"}}, ""),
+        ([switch("ip:country", "10.0.0.1")], "/guarded", {"attributes": {"source.address": "10.0.0.1:7"}}, ""),
         ([switch(route="/guarded/a")], "/guarded//%61?b=1", BAD, "0"),  # the whole path in any spelling
         ([switch(route="/guarded/a")], "/guarded/a/b", BAD, ""),
         ([switch(route="/guarded/a")], "/guarded", BAD, ""),
