@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import grpc
@@ -25,6 +25,11 @@ from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from extproc.transport.tls import Certificates, Pem, make_name
 
 _LOG = logging.getLogger("loopguard")
+
+_LAST_SECONDS = 1.0
+"""While Loopguard stops, how long an answered call waits for Envoy to end it. gRPC closes a connection with its last call, and
+the close may overtake the status of that call. Envoy keeps the call open while it waits for the upstream.
+"""
 
 _OPTIONS = [
     # gRPC's own limits (4 MiB per message, 8 KiB of metadata) would refuse requests that Envoy accepts.
@@ -135,12 +140,7 @@ class GrpcServer:
 
         stream.on_given_up = give_up
         try:
-            while (data := await context.read()) is not grpc.aio.EOF:
-                reply = stream.receive(data)
-                done = await self._answer(stream, writer, reply if isinstance(reply, Reply) else await reply)
-                # A stop closes the connection with its last call, and the close overtakes the call's status: let Envoy end it.
-                if done and self._health.serving:
-                    return
+            await self._converse(stream, writer, context)
         except asyncio.CancelledError:
             if not stream.given_up:
                 raise
@@ -149,6 +149,19 @@ class GrpcServer:
             await context.abort(_STATUS[error.code], str(error))
         finally:
             stream.close()
+
+    async def _converse(self, stream: Stream, writer: _Writer, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
+        """Answer a client's messages until the call is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as patience:
+                while (data := await context.read()) is not grpc.aio.EOF:
+                    reply = stream.receive(data)
+                    if not await self._answer(stream, writer, reply if isinstance(reply, Reply) else await reply):
+                        continue
+                    if self._health.serving:
+                        return
+                    if patience.when() is None:
+                        patience.reschedule(asyncio.get_running_loop().time() + _LAST_SECONDS)
 
     async def _answer(self, stream: Stream, writer: _Writer, reply: Reply) -> bool:
         """Do as a reply says; returns whether the call is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,25 @@ def test_sigterm_drains() -> None:
         assert made.loopguard.wait() == 0
         assert set(statuses) == {200}
         assert served > 0
+
+
+@pytest.mark.parametrize("transport", ["fast", "grpcio"])
+@pytest.mark.parametrize("body_mode", ["strict", "duplex"])
+def test_answers_outlive_loopguard(body_mode: str, transport: str) -> None:
+    """A request that is answered after Loopguard has stopped is served, although Envoy refuses what Loopguard fails."""
+    drain = ["--drain-delay", "3", "--drain-timeout", "1"]
+    with (
+        stack(REJECT, "--transport", transport, *drain, failure_mode="deny", body_mode=body_mode) as made,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        made.loopguard.signal(signal.SIGTERM)
+        made.loopguard.wait_for("draining")
+        sent = pool.submit(made.post, "/hang")
+        eventually(lambda: made.upstream.seen, "the request at the upstream")
+        assert made.loopguard.wait() == 0
+        made.upstream.release.set()
+
+        assert sent.result().status == 200
 
 
 def test_a_second_signal_does_not_wait() -> None:
