@@ -41,10 +41,12 @@ class Place:
         who = connection.getpeername()[0]
         self.begun.append(who)
         self.most = max(self.most, len(self.begun) - len(self.ended))
-        reader, writer = await asyncio.open_connection(sock=connection)
-        await reader.read()
-        writer.close()
-        self.ended.append(who)
+        try:
+            reader, writer = await asyncio.open_connection(sock=connection)
+            await reader.read()
+            writer.close()
+        finally:  # one that is cut off may fail
+            self.ended.append(who)
 
     def connect(self, source: str, times: int = 1, data: bytes = b"hello") -> None:
         """Clients at that address that have said that much."""
