@@ -153,13 +153,22 @@ _LOOPS = st.fixed_dictionaries(
 @example([_A, _B] * 3, {"window_calls": 3})
 @example([join(_A, _B)] * 3, {})
 @example([_A, _SAID, _A], {"reset_on_user_message": False})
+@example(
+    [join(_A, _A)._replace(results=("x",))] * 2 + [_A._replace(results=("x",))],
+    {"threshold_identical_requests": 2, "window_calls": 4},
+)
 def test_every_api_gives_the_verdict_of_the_oracle(turns: list[Did], loop: dict[str, Any]) -> None:
-    """One history gives one verdict in all APIs, that of the specification."""
-    expected = oracle(turns, loop) or {("", 0)}
+    """One history gives one verdict in all APIs, that of the specification.
 
-    for write in SHAPES.values():
+    Of fewer results than calls, the last ones have theirs where calls have no ids, and the first ones elsewhere.
+    """
+    missing: Any = None
+    last = [turn._replace(results=(missing,) * (len(turn.calls) - len(turn.results)) + turn.results) for turn in turns]
+    by_id, by_order = oracle(turns, loop) or {("", 0)}, oracle(last, loop) or {("", 0)}
+
+    for name, write in SHAPES.items():
         told = judge(write(turns), **loop)
-        assert (told.tool, told.count) in expected
+        assert (told.tool, told.count) in (by_order if name in {"gemini", "ollama"} else by_id)
         assert ("the same result" in told.what) == (told.rule == "calls" and loop.get("compare_results", True))
 
 
