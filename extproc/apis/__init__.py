@@ -15,7 +15,7 @@ from importlib import import_module
 from operator import or_
 from os.path import commonprefix
 from pkgutil import iter_modules
-from typing import Final
+from typing import Final, NamedTuple
 
 from extproc.apis.api import ASKED, Api, Changes, Endpoint, Question, ToolList, ToolWords
 from extproc.apis.contents import READERS
@@ -23,6 +23,7 @@ from extproc.apis.conversation import Shapes
 from extproc.apis.places import LOCATORS
 from extproc.apis.tools import ToolReader
 from extproc.apis.usage import COUNTS, FINDERS, Counts
+from extproc.request.fingerprint import MAX_TARGET
 from extproc.request.patch import Fields, Patch
 from extproc.request.secrets import ANYWHERE, OWN_PLACES
 
@@ -109,11 +110,8 @@ _NAMED: Final = [
 SAMPLES: Final = {name: [path for api in APIS if api.name == name for path in api.samples] for name in API_NAMES}
 """Paths on which clients call an API, by its name."""
 
-_CHOICELESS: Final = [search for search, endpoint in _PATHS if not endpoint.takes_choice]
-_MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
 _AMBIGUOUS: Final = re.compile(r"[;\\#]|%(?:00|23|25|3B|3F|5C)", re.IGNORECASE).search
 _MOST_PATHS: Final = 128  # that are known, because every request of a session asks
-_WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocket]
 
 
 def find_endpoint(question: Question) -> Endpoint:
@@ -135,20 +133,48 @@ def find_endpoint(question: Question) -> Endpoint:
     return _DEFAULT
 
 
-def takes_choice(path: str) -> bool:
-    """See `Endpoint.takes_choice`; of requests on this path."""
-    return not any(search(path) for search in _CHOICELESS)
+class PathFacts(NamedTuple):
+    """What the path of a request says about it.
+
+    Attributes:
+        api: the name of the API whose model answers on the path, whatever the path begins with; empty for none.
+        takes_choice: see `Endpoint`.
+        websocket: an API accepts calls over a WebSocket on the path.
+        asks_model: a model may answer; false if the API only counts tokens.
+        prefills: the model continues an assistant's message at the end of a request.
+        ask_usage: see `Endpoint`; None for none.
+        longest_answers: see `Api`; of the APIs with such a path, empty if it is unknown or ambiguous.
+    """
+
+    api: str
+    takes_choice: bool
+    websocket: bool
+    asks_model: bool
+    prefills: bool
+    ask_usage: Callable[[Patch, Fields], Changes] | None
+    longest_answers: frozenset[str]
 
 
-def takes_websocket(path: str) -> bool:
-    """Whether an API accepts calls over a WebSocket on this path."""
-    return any(search(path) for search in _WEBSOCKETS)
+def read_path(path: str) -> PathFacts:
+    """What a path says. Patterns look at the end of a path, so only the end of a very long one is read."""
+    return _read_path(path[-MAX_TARGET:])
 
 
 @lru_cache(_MOST_PATHS)
-def name_api(path: str) -> str:
-    """The name of the API whose model answers on this path, whatever the path begins with; empty for none."""
-    return next((name for name, search in _NAMED if search(path)), "")
+def _read_path(path: str) -> PathFacts:
+    """What a path says. Servers that know path parameters read `x:generate;:count` as `x:generate`, so it is ambiguous."""
+    ambiguous = _AMBIGUOUS(path) is not None
+    apis = [api for api in APIS if not ambiguous and any(re.search(pattern, path) for pattern in api.paths)]
+    endpoints = [endpoint for search, endpoint in _PATHS if search(path)]
+    return PathFacts(
+        api=next((name for name, search in _NAMED if search(path)), ""),
+        takes_choice=all(endpoint.takes_choice for endpoint in endpoints),
+        websocket=any(endpoint.websocket for endpoint in endpoints),
+        asks_model=ambiguous or all(endpoint.asks_model for endpoint in endpoints),
+        prefills=any(endpoint.prefills for endpoint in endpoints),
+        ask_usage=endpoints[0].ask_usage if endpoints else None,
+        longest_answers=frozenset([place for api in apis for place in api.longest_answers]),
+    )
 
 
 def write_regex(name: str) -> str:
@@ -172,36 +198,6 @@ def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
             if known if exact else below:
                 return api.public_id
     return ""
-
-
-@lru_cache(_MOST_PATHS)
-def asks_model(path: str) -> bool:
-    """Whether a model may answer requests on this path; false if the API only counts tokens.
-
-    Of `x:generate;:count`, servers that know path parameters read `x:generate`; what they may read in another way is no count.
-    """
-    return _AMBIGUOUS(path) is not None or not any(search(path) for search in _MODELLESS)
-
-
-@lru_cache(_MOST_PATHS)
-def takes_prefill(path: str) -> bool:
-    """Whether the model continues an assistant's message at the end of a request on this path."""
-    return any(endpoint.prefills for search, endpoint in _PATHS if search(path))
-
-
-@lru_cache(_MOST_PATHS)
-def find_usage_request(path: str) -> Callable[[Patch, Fields], Changes] | None:
-    """See `Endpoint.ask_usage`; of requests on this path."""
-    return next((endpoint.ask_usage for search, endpoint in _PATHS if search(path)), None)
-
-
-@lru_cache(_MOST_PATHS)
-def list_longest_answers(path: str) -> frozenset[str]:
-    """See `Api.longest_answers`; of the APIs with such a path, empty if it is unknown or ambiguous."""
-    if _AMBIGUOUS(path) is not None:
-        return frozenset()
-    known = [api for api in APIS if any(re.search(pattern, path) for pattern in api.paths)]
-    return frozenset([place for api in known for place in api.longest_answers])
 
 
 def list_models(model: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import json
 
-from extproc.apis import asks_model, list_longest_answers, read_options
+from extproc.apis import read_options, read_path
 from extproc.apis.conversation import Options
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.budgets.costs import Estimate, estimate_prompt
@@ -109,7 +109,7 @@ class BudgetCandidate(Candidate):
             NotCounted: a value that identifies the caller is too long.
         """
         request, policy = self._request, self.plan.id
-        calls = not self.budget.needs_body or (request.method != "HEAD" and asks_model(request.path))
+        calls = not self.budget.needs_body or (request.method != "HEAD" and read_path(request.path).asks_model)
         for planned in self._plan.choose(request):
             if planned.rule.cost.measured and not calls:
                 continue  # nothing is used that could be measured
@@ -214,7 +214,7 @@ class BudgetCandidate(Candidate):
             size = int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
         if document is not None:
             try:
-                options = read_options(document, list_longest_answers(self._request.path))
+                options = read_options(document, read_path(self._request.path).longest_answers)
             except NotCounted:
                 document = None
         prompt = estimate_prompt(document, size)
@@ -286,7 +286,7 @@ class BudgetCandidate(Candidate):
             return ""
         described: dict[str, object] = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
         described["call"] = CALLS.name().hex()
-        if self.estimate.answer and list_longest_answers(self._request.path):
+        if self.estimate.answer and read_path(self._request.path).longest_answers:
             described["most"] = self.estimate.answer * self.estimate.copies
         if self._session and self.estimate.prompt:
             described["session"], described["prompt"] = self._session, self.estimate.prompt

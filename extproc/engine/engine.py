@@ -14,7 +14,7 @@ from datetime import datetime
 from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
-from extproc.apis import name_api
+from extproc.apis import read_path
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import FiledSwitch, KillSwitches, Switch, compile_switches
 from extproc.engine.plan import Parts, Plan
@@ -271,7 +271,7 @@ class Index(Generic[Item]):
             route: Envoy's name of the route; empty if unknown.
         """
         host = normalize_host(authority) if self.uses_hosts else ""
-        api = name_api(path) if self.uses_apis else ""
+        api = read_path(path).api if self.uses_apis else ""
         found: list[int] = []
         for name in self._methods if method is None else (method,):
             fields = (host, name, route, api)

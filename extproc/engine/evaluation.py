@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from msgspec import json
 
-from extproc.apis import LIST_PATHS, asks_model, find_usage_request, hash_first_words, open_conversation, takes_prefill
+from extproc.apis import LIST_PATHS, hash_first_words, open_conversation, read_path
 from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
@@ -157,7 +157,9 @@ class CandidateGroup:
                     continue
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
-            if plan.limiter is not None and request.method != "HEAD" and asks_model(request.path):  # others are not steps
+            if (
+                plan.limiter is not None and request.method != "HEAD" and read_path(request.path).asks_model
+            ):  # others are not steps
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 limited = self._limit(plan, plan.limiter, values, joined, named)
                 limited.labels, limited.agent = labels, _read_agent(plan.limiter, request, named)
@@ -537,7 +539,7 @@ class Evaluation:
     @property
     def asks_usage(self) -> bool:
         """Whether a policy asks for the usage of streams, and the request's API has a switch for that."""
-        return len(self.list_asking()) > 0 and find_usage_request(self.request.path) is not None
+        return len(self.list_asking()) > 0 and read_path(self.request.path).ask_usage is not None
 
     def list_asking(self) -> list[Plan]:
         """The policies that ask for the usage of streams."""
@@ -692,7 +694,7 @@ class Evaluation:
             document = Document(plain)
         elif text is content:
             self.document = document
-        document.prefills = takes_prefill(self.request.path)
+        document.prefills = read_path(self.request.path).prefills
         self.plain = document
         return document, ""
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Value
 
-from extproc.apis import takes_websocket
+from extproc.apis import read_path
 from extproc.ext_proc.protobuf import read_varint
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
@@ -469,7 +469,7 @@ def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -
         headers,
         message,
     )
-    request.opens_responses = opens_websocket(request) and takes_websocket(request.path)
+    request.opens_responses = opens_websocket(request) and read_path(request.path).websocket
     return request
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import time
 from typing import Final, TypeAlias
 
-from extproc.apis import name_api
+from extproc.apis import read_path
 from extproc.engine.evaluation import CandidateGroup, Evaluation
 from extproc.metrics import Decisions
 from extproc.operator.coverage_rows import (
@@ -83,7 +83,7 @@ class Coverage:
     def note_unmatched(self, request: HttpRequest) -> None:
         """Note a request that no policy matches."""
         self.unmatched += 1
-        if request.method == "POST" and name_api(request.path):
+        if request.method == "POST" and read_path(request.path).api:
             self._add(_name(UNMATCHED_CALLS))
 
     def note(self, evaluation: Evaluation) -> None:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from math import prod
 from typing import Any
 
-from extproc.apis import API_NAMES, find_public_id, name_api
+from extproc.apis import API_NAMES, find_public_id, read_path
 from extproc.budgets.rule_keys import (
     DEFAULT_ANSWER,
     FALLBACK,
@@ -319,7 +319,7 @@ def find_suspicious_matches(policy: Policy) -> Iterator[tuple[Place, str]]:
         for number, method in enumerate(matcher.methods or ()):
             if method not in METHODS:
                 yield (*place, "methods", number), _explain_method(method)
-    if selector.pathExact and selector.apis and name_api(selector.pathExact) not in selector.list_apis():
+    if selector.pathExact and selector.apis and read_path(selector.pathExact).api not in selector.list_apis():
         yield ("spec", "selector", "pathExact"), "is no path of these apis, so no request matches both; leave one of them out"
     for number, route in enumerate(selector.routes or ()):
         if route == "*":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
-from extproc.apis import asks_model, takes_websocket
+from extproc.apis import read_path
 from extproc.budgets.guard import BUDGET, BudgetStage, make_subject
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, NOTED, Action, Outcome
@@ -128,7 +128,7 @@ def _print_idle_budgets(plan: Plan, evaluation: Evaluation, missing: Sequence[tu
     for planned in rules:
         if not planned.matches(evaluation.request):
             why = "its match does not hold"
-        elif planned.rule.cost.measured and not asks_model(evaluation.request.path):
+        elif planned.rule.cost.measured and not read_path(evaluation.request.path).asks_model:
             why = "its cost is that of a model's answer, and this path asks no model"
         else:
             why = "a limit key is missing"
@@ -377,7 +377,7 @@ def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
     authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
     facts = StatedFacts(route=options.route, address=options.address, claims=_read_claims(options, headers))
     request = HttpRequest(method, target, authority, headers, facts)
-    request.opens_responses = opens_websocket(request) and takes_websocket(request.path)
+    request.opens_responses = opens_websocket(request) and read_path(request.path).websocket
     return request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from extproc.apis import API_NAMES, name_api
+from extproc.apis import API_NAMES, read_path
 from extproc.errors import UsageError
 from extproc.policy.bundle import Policy
 from extproc.policy.loader import PolicySet
@@ -45,7 +45,7 @@ class _Anchor(NamedTuple):
                 yield _Anchor(self.path[: end + 1], exact=False)
                 yield _Anchor(self.path[:end], exact=False)
         if self.path not in ("", "/"):  # whose routes are tried after those of APIs
-            for api in [name_api(self.path)] if self.exact else API_NAMES:
+            for api in [read_path(self.path).api] if self.exact else API_NAMES:
                 yield _Anchor("", exact=False, api=api)
 
     def rank(self) -> tuple[bool, int]:

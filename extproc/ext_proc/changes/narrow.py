@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from extproc.apis import TOOL_LISTS, TOOL_WORDS, takes_choice
+from extproc.apis import TOOL_LISTS, TOOL_WORDS, read_path
 from extproc.apis.api import Changes, ToolList, ToolsLeft
 from extproc.bounded import Memo
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
@@ -432,7 +432,7 @@ class _Narrowing:
         built_in = [tool for tool in tools.found if tool.built_in]
         if len(built_in) == len(tools.found) and not tools.served:
             return ToolsLeft.GONE if self._removes else ToolsLeft.SAME
-        if api.none and takes_choice(self._path):
+        if api.none and read_path(self._path).takes_choice:
             if self._removes:
                 tools.remove(built_in)
             return ToolsLeft.FORBIDDEN

@@ -5,7 +5,7 @@ The client gets one more event, with the usage. So this happens only if the poli
 
 from __future__ import annotations
 
-from extproc.apis import find_usage_request
+from extproc.apis import read_path
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
@@ -20,7 +20,7 @@ def request_usage(request: HttpRequest, body: bytes | memoryview, document: Docu
     Raises:
         NotEdited: the body cannot be edited.
     """
-    ask = find_usage_request(request.path)
+    ask = read_path(request.path).ask_usage
     if ask is None:
         return [bytes(body)]
     mark, patch = open_patch(request, body, document)

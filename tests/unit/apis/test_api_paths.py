@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extproc.apis import API_NAMES, SAMPLES, name_api, write_regex
+from extproc.apis import API_NAMES, SAMPLES, read_path, write_regex
 from extproc.policy.presets import PRESETS, find_preset
 from extproc.request.http import HttpRequest
 from tests.support.bundles import refused, spec
@@ -44,20 +44,22 @@ def test_other_call_is_not_selected_by_api(path: str) -> None:
 
 def test_path_parameters_do_not_hide_a_model_call() -> None:
     """Servers that know path parameters ignore them, so the engine tries the path without."""
-    assert not name_api("/v1/messages;x=1")
+    assert not read_path("/v1/messages;x=1").api
     assert selects({"apis": ["anthropic"]}, "/v1/messages;x=1")
 
 
 @pytest.mark.parametrize("path", [*MODEL_CALLS, *OTHER_CALLS])
 def test_regex_for_envoy_agrees_with_the_selector(path: str) -> None:
     """Of every API, the expression takes the whole path exactly if the selector takes it."""
-    assert [name for name in API_NAMES if re.fullmatch(write_regex(name), path)] == [name for name in [name_api(path)] if name]
+    assert [name for name in API_NAMES if re.fullmatch(write_regex(name), path)] == [
+        name for name in [read_path(path).api] if name
+    ]
 
 
 def test_every_api_has_samples_of_its_own() -> None:
     """`check-envoy` and its probe try them."""
-    assert {name_api(path) for path in SAMPLES["openai"]} == {"openai"}
-    assert all({name_api(path) for path in SAMPLES[name]} == {name} for name in API_NAMES)
+    assert {read_path(path).api for path in SAMPLES["openai"]} == {"openai"}
+    assert all({read_path(path).api for path in SAMPLES[name]} == {name} for name in API_NAMES)
 
 
 @pytest.mark.parametrize(

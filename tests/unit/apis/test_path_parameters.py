@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.apis import asks_model
+from extproc.apis import read_path
 from extproc.engine.engine import Engine
 from extproc.request.http import HttpRequest
 from tests.support.budget_policies import ask, bucket, chat, limited, refused, rule, serve
@@ -20,7 +20,7 @@ COUNT = "/v1beta/models/gemini-2.5-pro:countTokens"
 )
 def test_counting_tokens_is_free(path: str) -> None:
     """No model answers."""
-    assert not asks_model(path)
+    assert not read_path(path).asks_model
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from extproc.apis import API_NAMES, SAMPLES, name_api, write_header_regex
+from extproc.apis import API_NAMES, SAMPLES, read_path, write_header_regex
 from extproc.cli.envoy_check.config import Guard, HttpFilter, Route, is_on, list_said, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
@@ -107,7 +107,7 @@ def _selects(selector: Selector, path: str, route: str) -> bool:
     if selector.routes and not _list_paths(selector, every=True):
         return route in selector.routes
     if selector.spans_apis():
-        return name_api(path) in selector.list_apis()
+        return read_path(path).api in selector.list_apis()
     prefixes = [PathPattern(prefix, ANYTHING if prefix.endswith("/") else BELOW) for prefix in selector.list_prefixes()]
     return path == selector.pathExact or any(prefix.takes(path) for prefix in prefixes)
 
