@@ -1,8 +1,8 @@
 """The APIs that agents call: one file for each, found by its `API`.
 
 No other module names an API; `api.Api` describes what such a file contains. Shared modules are `conversation` and its parts
-(`messages`, `contents`, `places`), `usage` and `api`. Contents and lists of tools are read in the same way for all APIs,
-because gateways mix them.
+(`messages`, `contents`), `locate` and `places` for edits, `usage` and `api`. Contents and lists of tools are read in the same
+way for all APIs, because gateways mix them.
 """
 # interpreted: finds the files once; the rest runs only for refusals
 
@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from extproc.apis.api import ASKED, Api, Changes, Endpoint, Question, ToolList, ToolWords
 from extproc.apis.contents import READERS
 from extproc.apis.conversation import Shapes
+from extproc.apis.locate import Locations
 from extproc.apis.places import LOCATORS
 from extproc.apis.tools import ToolReader
 from extproc.apis.usage import COUNTS, FINDERS, Counts
@@ -42,9 +43,10 @@ for _api in reversed(APIS):
 _LONGEST_ANSWERS: Final = dict.fromkeys([place for api in APIS for place in api.longest_answers])
 _COPIES: Final = dict.fromkeys([place for api in APIS for place in api.copies])
 _SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes], list(_LONGEST_ANSWERS), list(_COPIES))
+_LOCATIONS: Final = Locations(_SHAPES.shapes)
 open_conversation: Final = _SHAPES.open_conversation
-find_conversation: Final = _SHAPES.find_conversation
-locate_results: Final = _SHAPES.locate_results
+find_conversation: Final = _LOCATIONS.find_conversation
+locate_results: Final = _LOCATIONS.locate_results
 hash_first_words: Final = _SHAPES.hash_first_words
 find_longest_answer: Final = _SHAPES.find_longest_answer
 count_copies: Final = _SHAPES.count_copies

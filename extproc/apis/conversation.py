@@ -9,7 +9,7 @@ decoded. Behind the difference, messages with the same index are compared one by
 often are a long list of tools, are compared with those of the body before. What is cached depends only on bytes that are equal,
 so it does not matter which client sent them.
 
-To edit a body, the same parts are found by their offsets; see `Patch`.
+To edit a body, `locate` finds the same parts by their offsets.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ OTHER_ROLE: Final = "other"
 
 _MAX_OLDEST: Final = 100
 """Number of messages, from the start, in which to look for the user's first words."""
-
-_MAX_NEWEST: Final = 100
-"""Number of results of one turn, newest first, in which to look for a place for a note."""
 
 TOOLS: Final = "tools"
 NO_TOOLS: Final = "no tools"
@@ -739,14 +736,14 @@ class Shapes:
             longest_answers: see `Api`.
             copies: see `Api`.
         """
-        self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
+        self.shapes = sorted(shapes, key=lambda shape: shape.fallback)
         self._longest_answers = [(place, place.split(".")) for place in longest_answers]
         self._copies = [place.split(".") for place in copies]
         options = [keys[0] for _, keys in self._longest_answers] + [keys[0] for keys in self._copies]
-        self._body: Any = _make_body(self._shapes, options)
+        self._body: Any = _make_body(self.shapes, options)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
-        self._known = [_KnownShape(shape, self._body) for shape in self._shapes if shape.mark]
+        self._known = [_KnownShape(shape, self._body) for shape in self.shapes if shape.mark]
 
     def open_conversation(self, document: Document) -> Conversation:
         """The conversation in a body, in the first shape that matches; all callers share it.
@@ -819,63 +816,6 @@ class Shapes:
         prompts = [_count_items(getattr(body, keys[0])) for keys in self._copies if len(keys) == 1]
         return max(1, *copies) * max(1, *prompts)
 
-    def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
-        """Where an edited body has its only conversation: a list of messages, or a text instead.
-
-        Raises:
-            NotCounted: there is none, or several.
-        """
-        found: list[tuple[Shape, Value]] = []
-        fields_at_top = patch.open_fields(patch.root)
-        for shape in self._shapes:
-            value = fields_at_top.get(shape.path[0])
-            for step in shape.path[1:]:
-                value = patch.open_fields(value).get(step)
-            if value is not None and not patch.is_null(value) and not (shape.fallback and found):
-                found.append((shape, value))
-        if len(found) > 1:
-            raise NotCounted(AMBIGUOUS)
-        for shape, given in found:
-            if shape.locate is None or patch.is_list(given) or shape.take(patch.read_text(given)):
-                if patch.around is not None:
-                    patch.around.shape = shape
-                return shape, given
-        raise NotCounted("no_messages")
-
-    def locate_results(self, patch: Patch, document: Document | None = None) -> list[Place]:
-        """Where a note can be put into the newest results of a conversation, or else into the user's last message.
-
-        Args:
-            patch: the edit of the body.
-            document: the same body as policies have read it, so that its messages need not be found again, if there is one.
-
-        Returns:
-            places in the body, newest last; empty if the API has none, or it is unclear.
-
-        Raises:
-            NotCounted: there is no conversation, or it is ambiguous or too large.
-        """
-        known = find_known(document, patch.data)
-        shape = patch.around.shape if patch.around is not None else None
-        if known is not None and isinstance(shape, Shape):  # found before, around other messages
-            newest = _read_known(patch, *known)
-        else:
-            shape, given = self.find_conversation(patch)
-            if patch.is_text(given):
-                return [Place(given)] if shape.locate is not None else []
-            found = document.conversation if document is not None else None
-            skips = isinstance(found, Conversation) and found.prefilled
-            newest = _read_newest(patch, shape, given, skips=skips) if known is None else _read_known(patch, *known)
-        if shape.locate is None:
-            return []
-        places: list[Place] = []
-        for speaker, message, whole in newest:
-            if speaker:
-                places += [place for place in shape.locate(patch, message, whole) if place.result or speaker == USER]
-        if len(places) > 1:
-            places.sort(key=_get_offset)
-        return [place for place in places if place.result] or places
-
     def _open(self, document: Document) -> Conversation:
         data = document.data()
         if not data:
@@ -894,7 +834,7 @@ class Shapes:
         except ValidationError:
             value = document.value()
             body = self._fill_body(value)
-        for shape in self._shapes:
+        for shape in self.shapes:
             path = shape.path
             messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
             if messages:
@@ -1073,67 +1013,18 @@ def _find_again(data: bytes, start: int, piece: bytes) -> int:
     return at
 
 
-def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | None:
-    """Offsets of the first message in a body and behind the last one, all of them JSON; None if no such document is known."""
-    found = find_known(document, data)
-    return (found[1].starts[0], found[1].ends[-1]) if found is not None else None
-
-
-def find_known(document: Document | None, data: bytes) -> tuple[Conversation, KnownMessages] | None:
-    """The conversation in a document with this body, if it was read as cached; no other list in it is one."""
+def find_known(document: Document | None, data: bytes) -> Conversation | None:
+    """The conversation in a document with this body, if the offsets of its messages are known; no other list in it is one."""
     found = document.conversation if document is not None and bytes(document) == data else None
-    return (found, found.known) if isinstance(found, Conversation) and found.known is not None else None
+    return found if isinstance(found, Conversation) and found.known is not None else None
 
 
-def _read_newest(patch: Patch, shape: Shape, given: Value, *, skips: bool) -> list[tuple[str, Any, Value]]:
-    """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
-
-    `skips`: a prefill is not the assistant's newest.
-
-    Raises:
-        NotCounted: they are ambiguous, or too large.
-    """
-    found: list[tuple[str, Any, Value]] = []
-    for whole in patch.open_newest(given):
-        message = read_message(patch, shape, patch.shorten(whole))
-        speaker = shape.name_speaker(message)
-        if skips and speaker == ASSISTANT:
-            skips = False
-            continue
-        if speaker == ASSISTANT or len(found) == _MAX_NEWEST:
-            break
-        found.append((speaker, message, whole))
-    return found
-
-
-def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> list[tuple[str, Any, Value]]:
-    """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
-    found: list[tuple[str, Any, Value]] = []
-    last = len(conversation) - (2 if conversation.prefilled else 1)
-    for place in range(last, max(last - _MAX_NEWEST, -1), -1):
-        speaker = known.speakers[place]
-        if speaker == ASSISTANT:
-            break
-        whole = patch.open_known(known.starts[place], known.ends[place])
-        patch.open_fields(whole)  # which fails if a key is repeated, in any message
-        found.append((speaker, conversation.open_message(place), whole))
-    return found
-
-
-def _get_offset(place: Place) -> int:
-    return place.offset
-
-
-def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
-    """Decode a message, or enough of it to know the speaker.
-
-    Raises:
-        NotCounted: it cannot be read, or is too large.
-    """
-    try:
-        return patch.decode(raw, shape.decode)
-    except ValidationError:
-        return shape.message()  # values of unexpected types: of an unknown kind
+def locate_message(conversation: Conversation, place: int) -> tuple[int, int]:
+    """The offsets of a message in its body, and behind it; only of a conversation that `find_known` returns."""
+    known = conversation.known
+    if known is None:
+        raise NotCounted(AMBIGUOUS)
+    return known.starts[place], known.ends[place]
 
 
 def _make_body(shapes: Sequence[Shape], others: Sequence[str]) -> type[Struct]:

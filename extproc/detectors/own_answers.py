@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from extproc.apis import find_conversation
 from extproc.apis.contents import is_injected, list_texts
-from extproc.apis.conversation import ASSISTANT, USER, Shape, read_message
+from extproc.apis.conversation import ASSISTANT, USER, Shape
+from extproc.apis.locate import read_message
 from extproc.apis.messages import RESULT, TEXT
 from extproc.detectors.complaints import complains
 from extproc.detectors.turn import HARNESS, NUMBERS, strike_injected

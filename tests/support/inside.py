@@ -20,7 +20,7 @@ IMPORTED = {
         store
     """,
     "apis": """
-        api bedrock contents conversation excerpt json_rpc lengths messages places usage
+        api bedrock contents conversation excerpt json_rpc lengths locate messages places usage
     """,
     "budgets": """
         commands costs

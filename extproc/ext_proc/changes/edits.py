@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from extproc.apis.conversation import find_checked
+from extproc.apis.locate import find_checked
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import list_encodings, split_mark
 from extproc.request.http import HttpRequest

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.apis import conversation as conversations
 from extproc.apis import hash_first_words, locate_results, open_conversation
+from extproc.apis.locate import find_checked
 from extproc.apis.messages import Part
 from extproc.detectors.chain import read_transcript
 from extproc.request.document import Document, NotCounted, open_value
@@ -58,7 +58,7 @@ def compare(first: list[bytes], body: bytes) -> bool:
     assert look(known) == alone
     if not isinstance(alone, str) and open_conversation(known).known is not None:
         assert said == open_conversation(Document(body, shortened=True)).hash_first_words()
-    assert open_root(body, conversations.find_checked(known, body)) == open_root(body, None)
+    assert open_root(body, find_checked(known, body)) == open_root(body, None)
     assert find_places(body, known) == find_places(body, None)
     return not isinstance(alone, str) and open_conversation(known).known is not None
 
@@ -77,7 +77,7 @@ def open_root(body: bytes, checked: tuple[int, int] | None) -> object:
 def find_places(body: bytes, document: Document | None) -> object:
     """Where notes go in a body, which was read before or not."""
     try:
-        places = locate_results(Patch(body, conversations.find_checked(document, body)), document)
+        places = locate_results(Patch(body, find_checked(document, body)), document)
     except NotCounted as why:
         return why.reason
     return [(place.value.start, place.value.end, place.around, place.key, place.result) for place in places]

@@ -1,0 +1,138 @@
+"""Finds a conversation in a body that is being edited, and places for notes in its newest messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from msgspec import Raw, ValidationError
+
+from extproc.apis.conversation import ASSISTANT, USER, Conversation, Shape, find_known, locate_message
+from extproc.apis.places import Place
+from extproc.request.document import Document, NotCounted
+from extproc.request.patch import AMBIGUOUS, Patch, Value
+
+_MAX_NEWEST: Final = 100
+"""Number of results of one turn, newest first, in which to look for a place for a note."""
+
+
+class Locations:
+    """Finds the conversations of all APIs in bodies that are being edited."""
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        """Take the shapes, in the order in which they are tried."""
+        self._shapes = shapes
+
+    def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
+        """Where an edited body has its only conversation: a list of messages, or a text instead.
+
+        Raises:
+            NotCounted: there is none, or several.
+        """
+        found: list[tuple[Shape, Value]] = []
+        fields_at_top = patch.open_fields(patch.root)
+        for shape in self._shapes:
+            value = fields_at_top.get(shape.path[0])
+            for step in shape.path[1:]:
+                value = patch.open_fields(value).get(step)
+            if value is not None and not patch.is_null(value) and not (shape.fallback and found):
+                found.append((shape, value))
+        if len(found) > 1:
+            raise NotCounted(AMBIGUOUS)
+        for shape, given in found:
+            if shape.locate is None or patch.is_list(given) or shape.take(patch.read_text(given)):
+                if patch.around is not None:
+                    patch.around.shape = shape
+                return shape, given
+        raise NotCounted("no_messages")
+
+    def locate_results(self, patch: Patch, document: Document | None = None) -> list[Place]:
+        """Where a note can be put into the newest results of a conversation, or else into the user's last message.
+
+        Args:
+            patch: the edit of the body.
+            document: the same body as policies have read it, so that its messages need not be found again, if there is one.
+
+        Returns:
+            places in the body, newest last; empty if the API has none, or it is unclear.
+
+        Raises:
+            NotCounted: there is no conversation, or it is ambiguous or too large.
+        """
+        known = find_known(document, patch.data)
+        shape = patch.around.shape if patch.around is not None else None
+        if known is not None and isinstance(shape, Shape):  # found before, around other messages
+            newest = _read_known(patch, known)
+        else:
+            shape, given = self.find_conversation(patch)
+            if patch.is_text(given):
+                return [Place(given)] if shape.locate is not None else []
+            found = document.conversation if document is not None else None
+            skips = isinstance(found, Conversation) and found.prefilled
+            newest = _read_newest(patch, shape, given, skips=skips) if known is None else _read_known(patch, known)
+        if shape.locate is None:
+            return []
+        places: list[Place] = []
+        for speaker, message, whole in newest:
+            if speaker:
+                places += [place for place in shape.locate(patch, message, whole) if place.result or speaker == USER]
+        if len(places) > 1:
+            places.sort(key=_get_offset)
+        return [place for place in places if place.result] or places
+
+
+def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | None:
+    """Offsets of the first message in a body and behind the last one, all of them JSON; None if no such document is known."""
+    found = find_known(document, data)
+    return (locate_message(found, 0)[0], locate_message(found, len(found) - 1)[1]) if found is not None else None
+
+
+def _read_newest(patch: Patch, shape: Shape, given: Value, *, skips: bool) -> list[tuple[str, Any, Value]]:
+    """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
+
+    `skips`: a prefill is not the assistant's newest.
+
+    Raises:
+        NotCounted: they are ambiguous, or too large.
+    """
+    found: list[tuple[str, Any, Value]] = []
+    for whole in patch.open_newest(given):
+        message = read_message(patch, shape, patch.shorten(whole))
+        speaker = shape.name_speaker(message)
+        if skips and speaker == ASSISTANT:
+            skips = False
+            continue
+        if speaker == ASSISTANT or len(found) == _MAX_NEWEST:
+            break
+        found.append((speaker, message, whole))
+    return found
+
+
+def _read_known(patch: Patch, conversation: Conversation) -> list[tuple[str, Any, Value]]:
+    """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
+    found: list[tuple[str, Any, Value]] = []
+    last = len(conversation) - (2 if conversation.prefilled else 1)
+    for place in range(last, max(last - _MAX_NEWEST, -1), -1):
+        speaker = conversation.name_speaker(place)
+        if speaker == ASSISTANT:
+            break
+        whole = patch.open_known(*locate_message(conversation, place))
+        patch.open_fields(whole)  # which fails if a key is repeated, in any message
+        found.append((speaker, conversation.open_message(place), whole))
+    return found
+
+
+def _get_offset(place: Place) -> int:
+    return place.offset
+
+
+def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
+    """Decode a message, or enough of it to know the speaker.
+
+    Raises:
+        NotCounted: it cannot be read, or is too large.
+    """
+    try:
+        return patch.decode(raw, shape.decode)
+    except ValidationError:
+        return shape.message()  # values of unexpected types: of an unknown kind
