@@ -316,7 +316,7 @@ class Reservation:
         return [self.rule.name, self.limit.suffix, self.take.key, self.take.amount, taken.start if taken is not None else 0]
 
 
-class BudgetGuard:
+class BudgetRules:
     """All budgets of a policy.
 
     Attributes:

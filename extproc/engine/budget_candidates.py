@@ -1,4 +1,4 @@
-"""The budget guard's part in a request, from its headers to a verdict. Pure, like `candidates`."""
+"""The budget guard's part in a request, from its headers to a verdict. Pure, like `guards`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.budgets.costs import Estimate, estimate_prompt
 from extproc.budgets.guard import (
     NOTHING,
-    BudgetGuard,
     BudgetLimit,
     BudgetRule,
+    BudgetRules,
     Reservation,
     read_hint,
     reserve,
@@ -24,7 +24,7 @@ from extproc.budgets.guard import (
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule
-from extproc.engine.candidates import CALLS, Answer, Candidate, RequestBody, renew
+from extproc.engine.guards import CALLS, Answer, Guard, RequestBody, renew
 from extproc.engine.orders import ActiveOverride, sum_raises
 from extproc.engine.plan import Plan
 from extproc.request.callers import Values, list_others
@@ -39,7 +39,7 @@ _MOST_DIGITS: Final = 12
 _encode: Final = json.Encoder().encode
 
 
-class BudgetCandidate(Candidate):
+class BudgetGuard(Guard):
     """The budgets of one policy and one request.
 
     Attributes:
@@ -68,7 +68,7 @@ class BudgetCandidate(Candidate):
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
-        self.budget: BudgetGuard = budget.guard
+        self.budget: BudgetRules = budget.guard
         self.reserved: list[Reservation] = []
         self.model = ""
         self.lacks_caller = False
@@ -83,9 +83,9 @@ class BudgetCandidate(Candidate):
         self._body: RequestBody | None = None
         self.estimate = _NO_TOKENS
 
-    def follow(self, values: Values, descriptors: str, place: int) -> BudgetCandidate:
-        """See `Candidate`; it has only those rules that tell the callers apart, because the others are asked once."""
-        other = BudgetCandidate(self.plan, self._plan, values, descriptors, self._request)
+    def follow(self, values: Values, descriptors: str, place: int) -> BudgetGuard:
+        """See `Guard`; it has only those rules that tell the callers apart, because the others are asked once."""
+        other = BudgetGuard(self.plan, self._plan, values, descriptors, self._request)
         other._follow(self)
         for planned, head in self._chosen:
             others = list_others(planned.shown, self._request, head)
@@ -99,7 +99,7 @@ class BudgetCandidate(Candidate):
         return len(self._chosen) > 0
 
     def is_about(self, tenant: str) -> bool:
-        """See `Candidate`; rules may tell callers apart by other keys than the policy."""
+        """See `Guard`; rules may tell callers apart by other keys than the policy."""
         return tenant == self.tenant or tenant in [each.tenant for each in self.reserved]
 
     def choose(self, missing: list[tuple[str, str]]) -> bool:
@@ -132,11 +132,11 @@ class BudgetCandidate(Candidate):
         return self.is_needed
 
     def goes_on_without_body(self) -> bool:
-        """See `Candidate`; what the body would tell is estimated."""
+        """See `Guard`; what the body would tell is estimated."""
         return any(not planned.body for planned, _ in self._chosen)
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
-        """See `Candidate`."""
+        """See `Guard`."""
         self._body = body
         self.body_crc32 = body.sums.crc32
         self.tenant = self.name_caller()
@@ -147,7 +147,7 @@ class BudgetCandidate(Candidate):
         if document is not None and len(document) > self.plan.inspects:
             document = None
         first = self.first
-        if isinstance(first, BudgetCandidate):
+        if isinstance(first, BudgetGuard):
             self.estimate, self.model = first.estimate, first.model
         else:
             self.estimate = self._estimate(body, document)
@@ -224,13 +224,13 @@ class BudgetCandidate(Candidate):
         return Estimate(prompt, options.longest, self.model, options.copies)
 
     def name_request(self) -> None:
-        """See `Candidate`; worked out on demand."""
+        """See `Guard`; worked out on demand."""
         body = self._body
         if body is not None and not self.fingerprint:
             self.composite, self.fingerprint, _ = body.name(body.sums, self.caller)
 
     def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
-        """See `Candidate`."""
+        """See `Guard`."""
         for each in self.reserved:
             if each.is_refused:
                 self.name_request()
@@ -241,7 +241,7 @@ class BudgetCandidate(Candidate):
         return outcome
 
     def list_other_names(self) -> list[str]:
-        """See `Candidate`: the callers of its rules, as far as the head tells."""
+        """See `Guard`: the callers of its rules, as far as the head tells."""
         return [planned.name_caller(values) for planned, values in self._chosen if not planned.body]
 
     def _list_orders(self, planned: PlannedRule, tenant: str) -> Sequence[ActiveOverride]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from extproc.budgets.guard import ONE, BudgetGuard, BudgetRule
+from extproc.budgets.guard import ONE, BudgetRule, BudgetRules
 from extproc.budgets.rule_keys import Rule
 from extproc.policy.bundle import Spec
 from extproc.request.callers import Values, compile_shown, find_hidden, find_names
@@ -130,7 +130,7 @@ class BudgetPlan:
 
     __slots__ = ("_always", "breaker", "fallback", "guard", "needs_body", "rules")
 
-    def __init__(self, guard: BudgetGuard, spec: Spec, descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]]) -> None:
+    def __init__(self, guard: BudgetRules, spec: Spec, descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]]) -> None:
         """Plan; `descriptors` are those of `Spec.list_budget_rules`, then that of the circuit breaker, if it has one."""
         self.guard = guard
         self._always = False

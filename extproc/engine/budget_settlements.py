@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from extproc.budgets.guard import BudgetGuard
+from extproc.budgets.guard import BudgetRules
 from extproc.engine.budget_candidates import BUDGETS
 from extproc.engine.engine import Engine
 from extproc.engine.settlements import Entry, read_call
@@ -68,7 +68,7 @@ def list_budget_settlements(engine: Engine, entry: Entry) -> list[SettledBudget]
     return settled
 
 
-def _find_guard(engine: Engine, named: dict[str, Any]) -> BudgetGuard | None:
+def _find_guard(engine: Engine, named: dict[str, Any]) -> BudgetRules | None:
     """The guard that let the request through, in the mode that it had then."""
     policy = named.get("policy")
     plan = engine.find_plan(policy) if isinstance(policy, str) else None
@@ -78,7 +78,7 @@ def _find_guard(engine: Engine, named: dict[str, Any]) -> BudgetGuard | None:
 
 
 def _settle(  # noqa: PLR0913  # everything that decides
-    guard: BudgetGuard, reserved: object, entry: Entry, model: str, most: int, call: str
+    guard: BudgetRules, reserved: object, entry: Entry, model: str, most: int, call: str
 ) -> SettledBudget | None:
     """One settlement; None if another program wrote the metadata, or the rule does not exist any more.
 

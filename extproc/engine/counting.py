@@ -12,9 +12,9 @@ from time import perf_counter
 from types import NoneType
 from typing import Any, Final, TypeAlias, cast
 
-from extproc.engine.budget_candidates import BudgetCandidate
-from extproc.engine.candidates import Answer, Kept, SessionCandidate
-from extproc.engine.evaluation import CandidateGroup
+from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.exchange import Guards
+from extproc.engine.guards import Answer, Kept, SessionGuard
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store import Store
@@ -50,7 +50,7 @@ class Asked:
 
     __slots__ = ("_abandoned", "_counting", "_group", "_started", "pending")
 
-    def __init__(self, counting: Counting, group: CandidateGroup, pending: Pending) -> None:
+    def __init__(self, counting: Counting, group: Guards, pending: Pending) -> None:
         self.pending = pending
         self._counting = counting
         self._group = group
@@ -105,7 +105,7 @@ class Counting:
         self._reject = reject
         self.replicas = 1
 
-    def count(self, group: CandidateGroup) -> MaybeCounts:
+    def count(self, group: Guards) -> MaybeCounts:
         """Count a group that has read the body. An internal error fails the group, and is not raised."""
         if group.remembers:
             return self._push(group)
@@ -120,7 +120,7 @@ class Counting:
             return Asked(self, group, counts)
         return counts if isinstance(counts, HERE) else self._count_later(group, counts)
 
-    def _push(self, group: CandidateGroup) -> MaybeCounts:
+    def _push(self, group: Guards) -> MaybeCounts:
         """Push the sessions' entries to the store, then count."""
         pushes = group.list_pushes()
         group.remembers = False
@@ -136,13 +136,13 @@ class Counting:
         self._watch(pushes, rings)
         return self.count(group)
 
-    def _recall(self, group: CandidateGroup, rings: Rings) -> None:
+    def _recall(self, group: Guards, rings: Rings) -> None:
         for answer in rings:
             if isinstance(answer, Trail) and answer.dropped:
                 self._metrics.chains_dropped.inc()
         group.recall(rings)
 
-    async def _recall_later(self, group: CandidateGroup, pushes: Pushes, rings: Awaitable[Rings]) -> Counts:
+    async def _recall_later(self, group: Guards, pushes: Pushes, rings: Awaitable[Rings]) -> Counts:
         started = _now()
         try:
             self._recall(group, await rings)
@@ -154,7 +154,7 @@ class Counting:
             self._seconds.observe(_now() - started)
         return await wait_for(counts)
 
-    def _remember_without_store(self, group: CandidateGroup, pushes: Pushes, error: Exception) -> MaybeCounts:
+    def _remember_without_store(self, group: Guards, pushes: Pushes, error: Exception) -> MaybeCounts:
         if isinstance(error, StoreError):
             self._metrics.store_errors.labels(error.kind).inc()
             if group.waits:
@@ -182,7 +182,7 @@ class Counting:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             _complete(error, pushes, self._local.push)
 
-    def abandon(self, group: CandidateGroup, counts: MaybeCounts) -> None:
+    def abandon(self, group: Guards, counts: MaybeCounts) -> None:
         """Give back what a group takes from budgets, because the client has left before all groups were counted."""
         if isinstance(counts, Asked):
             counts.abandon()
@@ -190,7 +190,7 @@ class Counting:
             group.judge(counts)
             self.give_back(group.budgets)
 
-    def give_back(self, budgets: Sequence[BudgetCandidate]) -> None:
+    def give_back(self, budgets: Sequence[BudgetGuard]) -> None:
         """Give back what was taken from budgets, once."""
         takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
         here = [take for budget in budgets for take in budget.list_give_backs(here=True)]
@@ -242,7 +242,7 @@ class Counting:
         """Take a request back from the counts that include it."""
         self.settle(counted, _ignore)
 
-    def join_sessions(self, sessions: Sequence[SessionCandidate]) -> None:
+    def join_sessions(self, sessions: Sequence[SessionGuard]) -> None:
         """Take the starts of conversations that go on from the requests without a session."""
         joins = [join for session in sessions if (join := session.join_session()) is not None]
         self.settle(joins, _ignore)
@@ -276,7 +276,7 @@ class Counting:
         self._metrics.store_errors.labels(error.kind).inc()
         report(_complete(error, settlements, self._local.hit))
 
-    def collect(self, group: CandidateGroup, pending: Pending, started: float) -> Counts:
+    def collect(self, group: Guards, pending: Pending, started: float) -> Counts:
         """The answer of the store, which was asked at `started`, in seconds of `perf_counter`, or of its fallback."""
         try:
             return cast("list[Answer]", pending.result())
@@ -285,7 +285,7 @@ class Counting:
         finally:
             self._seconds.observe(_now() - started)
 
-    async def _count_later(self, group: CandidateGroup, counts: Awaitable[Counts]) -> Counts:
+    async def _count_later(self, group: Guards, counts: Awaitable[Counts]) -> Counts:
         started = _now()
         try:
             return await counts
@@ -294,7 +294,7 @@ class Counting:
         finally:
             self._seconds.observe(_now() - started)
 
-    def _do_without_store(self, group: CandidateGroup, error: Exception) -> Counts:
+    def _do_without_store(self, group: Guards, error: Exception) -> Counts:
         if isinstance(error, StoreError):
             self._metrics.store_errors.labels(error.kind).inc()
             if self._reject:
@@ -312,7 +312,7 @@ class Counting:
         group.fail(error)
         return ()
 
-    def _share(self, group: CandidateGroup) -> list[Question]:
+    def _share(self, group: Guards) -> list[Question]:
         """A group's questions for this process."""
         asked = group.list_hits()
         if self.replicas == 1 or not group.budgets:

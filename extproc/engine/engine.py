@@ -15,7 +15,7 @@ from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
 from extproc.apis import read_path
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
 from extproc.engine.kill_switch import FiledSwitch, KillSwitches, Switch, compile_switches
 from extproc.engine.plan import Parts, Plan
 from extproc.policy.bundle import SHADOW, normalize_host
@@ -152,7 +152,7 @@ class Engine:
         pinned: Sequence[str] = (),
         handed_over: Engine | None = None,
         key: HashKey = PROCESS_KEY,
-    ) -> Evaluation | None:
+    ) -> Exchange | None:
         """Match policies and read descriptors; the request's facts are dropped afterwards. None if no policy matches.
 
         Args:
@@ -170,12 +170,12 @@ class Engine:
             plans += own.values()
         if not plans:
             return None
-        evaluation = Evaluation(request, scope, key)
-        evaluation.plans = plans
+        exchange = Exchange(request, scope, key)
+        exchange.plans = plans
         for plan in plans:
-            evaluation.admit(plan)
+            exchange.admit(plan)
         request.facts = request.facts.let_go()
-        return evaluation
+        return exchange
 
     def _find_named(self, names: Sequence[str]) -> list[Plan]:
         """Policies by their ids, in bundle order; unknown ids are skipped."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Final, NamedTuple
 
-from extproc.budgets.guard import BudgetGuard
+from extproc.budgets.guard import BudgetRules
 from extproc.decision import COMPLETION, NOTED, Action, Outcome, RefusalForm, Repeat, Subject
 from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
@@ -26,7 +26,7 @@ from extproc.request.fingerprint import is_too_long
 from extproc.request.hash_key import HashKey
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
-from extproc.sessions.limits import SessionGuard
+from extproc.sessions.limits import SessionLimiter
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
 from extproc.sessions.trees import AgentNames
@@ -494,7 +494,7 @@ class Plan:
         if spec.has_breaker() and first is not None:
             descriptors.append(parts.find_descriptors(first))
         own = spec.rules, spec.fallback_limit, spec.circuit_breaker
-        guard = BudgetGuard(self.id, *own, shadow=self.shadow, namespace=namespace)
+        guard = BudgetRules(self.id, *own, shadow=self.shadow, namespace=namespace)
         return BudgetPlan(guard, spec, descriptors)
 
     def _read_for_budget(self, budget: BudgetPlan, looking: list[int], steering: list[int]) -> None:
@@ -506,7 +506,7 @@ class Plan:
             looking.append(INSPECT_BYTES)
             steering.append(INSPECT_BYTES)
 
-    def _make_limiter(self, spec: Spec, parts: Parts, namespace: str) -> SessionGuard | None:
+    def _make_limiter(self, spec: Spec, parts: Parts, namespace: str) -> SessionLimiter | None:
         """The guard of its session_limits; None for none."""
         if spec.session_limits is None:
             return None
@@ -514,7 +514,7 @@ class Plan:
         agents = parts.find_agent_names(session)
         names = _make_names(session, self.rings if spec.session is not None else None, agents)
         limits = spec.session_limits, spec.unnamed_limits
-        return SessionGuard(self.id, *limits, session, names, agents, most, shadow=self.shadow, namespace=namespace)
+        return SessionLimiter(self.id, *limits, session, names, agents, most, shadow=self.shadow, namespace=namespace)
 
     @property
     def chooses_status(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from extproc.engine.engine import Engine
-from extproc.sessions.limits import SessionGuard
+from extproc.sessions.limits import SessionLimiter
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import FAILED, MAX_RESERVE, SUCCEEDED, WITHDRAWN, Settlement
 from extproc.store.rules.take_back import TakeBack
@@ -154,7 +154,7 @@ def _read_reserved(named: dict[str, Any]) -> int:
     return int(reserved) if isinstance(reserved, (int, float)) and 0 <= reserved <= MAX_RESERVE else 0
 
 
-def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
+def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionLimiter | None:
     """The guard that let the request through, in the mode that it had then."""
     policy = named.get("policy")
     plan = engine.find_plan(policy) if isinstance(policy, str) else None

@@ -443,7 +443,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
 
 
 def _list_counted(named: object) -> list[TakeBack]:
-    """Read what `Evaluation.describe_counted` wrote; empty if another program wrote it."""
+    """Read what `Exchange.describe_counted` wrote; empty if another program wrote it."""
     pairs = named if isinstance(named, list) else []
     texts = [pair for pair in pairs if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)]
     return [TakeBack(key, str(kind)) for kind, key in texts[:_MAX_SESSIONS] if _KEY_OF_OURS.fullmatch(key) is not None]

@@ -9,9 +9,9 @@ from functools import partial
 from time import perf_counter, time
 
 from extproc.engine.budget_settlements import SettledBudget, list_budget_settlements
-from extproc.engine.candidates import Answer
 from extproc.engine.counting import Counting
 from extproc.engine.engine import Engine
+from extproc.engine.guards import Answer
 from extproc.engine.handover import HandedOver, RefusedPolicy
 from extproc.engine.orders import Overrides
 from extproc.engine.settlements import Entry, list_settlements

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from extproc.apis import LIST_PATHS
 from extproc.apis.excerpt import Excerpt
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
 from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_names
 from extproc.errors import ProtocolError
 from extproc.ext_proc.answers.go_on import LAST_HEADERS, end_headers, hand_back, hand_on, let_go_on
@@ -115,7 +115,7 @@ class Stream(Waiting):
         overloaded = service.streams - service.given_up >= service.settings.max_streams
         self._overloaded = overloaded and not service.make_room()
         self._transaction = Transaction(service)
-        self._evaluation: Evaluation | None = None  # waits for the body
+        self._evaluation: Exchange | None = None  # waits for the body
         self._upload: Upload | None = None
         self._body_mode = BODY_UNTOLD
         self._duplex: Duplex | None = None  # bodies to hand back
@@ -265,110 +265,110 @@ class Stream(Waiting):
             switch = self._engine.find_switch(request, time(), handed_over)
             if switch is not None and (killed := transaction.kill(request, switch)) is not None:
                 return killed
-        evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
-        return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
+        exchange = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
+        return self._on_policies(exchange, message, last) if exchange is not None else DONE[last]
 
-    def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
+    def _on_policies(self, exchange: Exchange, message: EnvoyMessage, last: str) -> MaybeLater:
         """Judge the request by the matching policies, now or once its body is complete."""
         transaction, standing = self._transaction, self._service.overrides
         if standing is not None:
-            evaluation.apply_overrides(standing, time())
-            if standing.blocks_heads and (blocked := transaction.block(evaluation)) is not None:
+            exchange.apply_overrides(standing, time())
+            if standing.blocks_heads and (blocked := transaction.block(exchange)) is not None:
                 return blocked
-        websocket = evaluation.request.opens_responses
+        websocket = exchange.request.opens_responses
         if message.ended and not websocket:
-            return transaction.judge(last, evaluation, NO_BODY, content=b"")
-        enforcing, shadow = evaluation.enforcing, evaluation.shadow
+            return transaction.judge(last, exchange, NO_BODY, content=b"")
+        enforcing, shadow = exchange.enforcing, exchange.shadow
         if websocket or not (enforcing.needs_body or shadow.needs_body):
-            return transaction.judge(last, evaluation, None, RESPONSES_WEBSOCKET if websocket else "")
+            return transaction.judge(last, exchange, None, RESPONSES_WEBSOCKET if websocket else "")
         self._body_mode = message.body_mode
-        reason = explain_unknowable_body(evaluation.request) or _NOT_WHOLE.get(self._body_mode, "")
+        reason = explain_unknowable_body(exchange.request) or _NOT_WHOLE.get(self._body_mode, "")
         if not reason and self._service.released:
             reason = "shutdown"
         if reason:
-            return transaction.judge(last, evaluation, None, reason)
+            return transaction.judge(last, exchange, None, reason)
         transaction.buffered = self._body_mode == BODY_BUFFERED
-        if enforcing.candidates and not enforcing.needs_body:
-            return self._answer_before_body(evaluation)
+        if enforcing.active and not enforcing.needs_body:
+            return self._answer_before_body(exchange)
         duplex, reply = self._duplex, GO_ON["request_headers"]
         if duplex is not None and self._body_mode == BODY_DUPLEX:  # the headers wait with a body that Envoy does not keep
             duplex.holds = transaction.holds = True
             reply = _HELD
-        return self._wait_for_body(evaluation, reply)
+        return self._wait_for_body(exchange, reply)
 
-    def _answer_before_body(self, evaluation: Evaluation) -> MaybeLater:
+    def _answer_before_body(self, exchange: Exchange) -> MaybeLater:
         """Answer for the enforcing policies at once, even if shadow policies wait for the body."""
-        watching = evaluation.split()
-        reply = self._transaction.judge("request_headers", evaluation, None, _DECIDED_BEFORE)
+        watching = exchange.split()
+        reply = self._transaction.judge("request_headers", exchange, None, _DECIDED_BEFORE)
         if isinstance(reply, Reply):
             return self._wait_for_body(watching, reply)
         return self._watch_later(reply, watching)
 
-    async def _watch_later(self, reply: Awaitable[Reply], watching: Evaluation) -> Reply:
+    async def _watch_later(self, reply: Awaitable[Reply], watching: Exchange) -> Reply:
         return self._wait_for_body(watching, await reply)
 
-    def _wait_for_body(self, evaluation: Evaluation, reply: Reply) -> Reply:
+    def _wait_for_body(self, exchange: Exchange, reply: Reply) -> Reply:
         """Answer the headers and wait for the body, unless the answer ends the request."""
         if self._transaction.ended or reply.hold_ms:
-            evaluation.give_up(_DECIDED_BEFORE)
-            self._service.reporter.report_uncounted(evaluation)
+            exchange.give_up(_DECIDED_BEFORE)
+            self._service.reporter.report_uncounted(exchange)
             if reply.answer is not None and not self._transaction.ended and self._body_mode == BODY_BUFFERED_PARTIAL:
                 return Reply(end_headers(reply.join_answer()), done=True, hold_ms=reply.hold_ms, first=reply.first)
             return reply
-        self._evaluation = evaluation
+        self._evaluation = exchange
         self._service.waiting[self] = None
         self._transaction.late = self._body_mode == BODY_DUPLEX and not self._transaction.holds
         return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
         """Judge the request once its body is complete, usually in one message, or is known to be cut off."""
-        evaluation = self._evaluation
-        if evaluation is None:
+        exchange = self._evaluation
+        if exchange is None:
             return DONE[kind]
         chunk = message.body
         ended = message.ended or kind == "request_trailers"  # a streamed body can end with trailers
         duplex = self._duplex
         if duplex is not None and duplex.holds:
-            return self._on_held(kind, duplex, evaluation, message)
-        if self._upload is not None or not (ended or self._transaction.buffered) or is_grpc(evaluation.request):
-            return self._on_chunk(kind, evaluation, chunk, ended=ended)
+            return self._on_held(kind, duplex, exchange, message)
+        if self._upload is not None or not (ended or self._transaction.buffered) or is_grpc(exchange.request):
+            return self._on_chunk(kind, exchange, chunk, ended=ended)
         self._stop_waiting()
-        keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
-        content = chunk if len(chunk) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
-        encoded = "content-encoding" in evaluation.request.headers
-        sums = self._transaction.sum_up(evaluation, chunk) if encoded else NO_BODY.plus(chunk)
-        return self._transaction.judge(kind, evaluation, sums, content=content)
+        keeps = max(exchange.inspects, exchange.steers) if self._transaction.buffered else exchange.inspects
+        content = chunk if len(chunk) <= keeps or (exchange.reads_ends and exchange.is_plain) else None
+        encoded = "content-encoding" in exchange.request.headers
+        sums = self._transaction.sum_up(exchange, chunk) if encoded else NO_BODY.plus(chunk)
+        return self._transaction.judge(kind, exchange, sums, content=content)
 
-    def _on_held(self, kind: str, duplex: Duplex, evaluation: Evaluation, message: EnvoyMessage) -> MaybeLater:
+    def _on_held(self, kind: str, duplex: Duplex, exchange: Exchange, message: EnvoyMessage) -> MaybeLater:
         """Hold another chunk of a body, or judge the request at the body's end."""
         held = duplex.held
         if held is None:
-            longest = max(evaluation.inspects, evaluation.steers, HELD_BYTES)
+            longest = max(exchange.inspects, exchange.steers, HELD_BYTES)
             held = duplex.held = HeldBody(self._service.kept, longest)
         chunk, size, ended = message.body, len(message.body), message.ended
         too_long = held.sums.length + size > held.longest
         if too_long or not (ended or self._service.make_memory(size, held.size + size)):
             self._send_on(inspects=too_long)
             duplex.part = hand_on([chunk], ended=ended)
-            return self._on_chunk(kind, evaluation, chunk, ended=ended)
+            return self._on_chunk(kind, exchange, chunk, ended=ended)
         held.add(chunk, ended=ended)
         if not ended:
             return _HELD
         self._stop_waiting()
-        sums, framed = held.sums, is_grpc(evaluation.request) and is_framed(held.read_start(), held.sums.length)
+        sums, framed = held.sums, is_grpc(exchange.request) and is_framed(held.read_start(), held.sums.length)
         pieces = duplex.whole = held.take()
         duplex.has_trailers = kind == "request_trailers"
         if framed:
-            return self._transaction.judge("request_headers", evaluation, None, "grpc")
-        encoded = "content-encoding" in evaluation.request.headers
+            return self._transaction.judge("request_headers", exchange, None, "grpc")
+        encoded = "content-encoding" in exchange.request.headers
         content: bytes | memoryview | None = None
-        reads = sums.length <= max(evaluation.inspects, evaluation.steers) or (evaluation.reads_ends and evaluation.is_plain)
+        reads = sums.length <= max(exchange.inspects, exchange.steers) or (exchange.reads_ends and exchange.is_plain)
         if reads or encoded:
             content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if encoded and content is not None:
-            sums = self._transaction.sum_up(evaluation, content)
+            sums = self._transaction.sum_up(exchange, content)
             content = content if reads else None
-        return self._transaction.judge("request_headers", evaluation, sums, content=content)
+        return self._transaction.judge("request_headers", exchange, sums, content=content)
 
     def hand_on(self) -> None:
         """See `Waiting`."""
@@ -378,18 +378,18 @@ class Stream(Waiting):
 
     def _send_on(self, *, inspects: bool) -> None:
         """Send on what is held of a body that has not ended, and the rest as it comes. With `inspects`, it can be inspected."""
-        duplex, evaluation = self._duplex, self._evaluation
+        duplex, exchange = self._duplex, self._evaluation
         if duplex is None or not duplex.holds:
             return
         duplex.holds = self._transaction.holds = False
         self._transaction.late = True
         duplex.before = [_HEADERS]
         held = duplex.held
-        if held is not None and evaluation is not None:
+        if held is not None and exchange is not None:
             start, pieces = held.read_start(), held.take()
             duplex.before += write_parts(pieces, ended=False)
-            most = evaluation.inspects if inspects else 0
-            excerpt = self._open_excerpt(evaluation, most) if inspects else None
+            most = exchange.inspects if inspects else 0
+            excerpt = self._open_excerpt(exchange, most) if inspects else None
             self._upload = Upload(self._service.kept, self._body_mode, b"", most, excerpt=excerpt)
             self._upload.follow(held.sums, start, pieces)
 
@@ -408,45 +408,45 @@ class Stream(Waiting):
         duplex.holds = self._transaction.holds = False
         return kind
 
-    def _on_chunk(self, kind: str, evaluation: Evaluation, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
+    def _on_chunk(self, kind: str, exchange: Exchange, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
         upload = self._upload
         if upload is None:
-            upload = self._upload = self._start_upload(evaluation)
+            upload = self._upload = self._start_upload(exchange)
         state = upload.add(chunk, ended=ended)
         if state == MORE:
             return GO_ON[kind]
         self._stop_waiting()
         if state == CUT_OFF:
-            return self._transaction.judge(kind, evaluation, None, "body_truncated")
-        if is_grpc(evaluation.request) and upload.is_framed:
-            return self._transaction.judge(kind, evaluation, None, "grpc")
+            return self._transaction.judge(kind, exchange, None, "body_truncated")
+        if is_grpc(exchange.request) and upload.is_framed:
+            return self._transaction.judge(kind, exchange, None, "grpc")
         content, excerpt = upload.take_content()
         sums = upload.body
-        if content is not None and not evaluation.is_plain:
-            sums = self._transaction.sum_up(evaluation, content)
-        return self._transaction.judge(kind, evaluation, sums, content=content, excerpt=excerpt)
+        if content is not None and not exchange.is_plain:
+            sums = self._transaction.sum_up(exchange, content)
+        return self._transaction.judge(kind, exchange, sums, content=content, excerpt=excerpt)
 
-    def _start_upload(self, evaluation: Evaluation) -> Upload:
+    def _start_upload(self, exchange: Exchange) -> Upload:
         if self._transaction.observed and self._body_mode < 0:
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
-        length = evaluation.request.headers.get("content-length", b"")
+        length = exchange.request.headers.get("content-length", b"")
         if self._body_mode == BODY_DUPLEX:
             length = b""  # it ends only when Envoy says so, because every part has to be handed back
-        keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
-        if not evaluation.is_plain:
+        keeps = max(exchange.inspects, exchange.steers) if self._transaction.buffered else exchange.inspects
+        if not exchange.is_plain:
             keeps = max(keeps, INSPECT_BYTES)  # to unpack it
-        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, self._open_excerpt(evaluation, keeps))
+        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, self._open_excerpt(exchange, keeps))
 
-    def _open_excerpt(self, evaluation: Evaluation, most: int) -> Excerpt | None:
+    def _open_excerpt(self, exchange: Exchange, most: int) -> Excerpt | None:
         """The excerpt of a body that may come in pieces and be too long; None if such bodies are not inspected."""
-        return Excerpt(LIST_PATHS, most) if evaluation.reads_ends and evaluation.is_plain else None
+        return Excerpt(LIST_PATHS, most) if exchange.reads_ends and exchange.is_plain else None
 
-    def _stop_waiting(self) -> Evaluation | None:
-        """Remove and return the evaluation that waits for the body, if any."""
-        evaluation, self._evaluation = self._evaluation, None
-        if evaluation is not None:
+    def _stop_waiting(self) -> Exchange | None:
+        """Remove and return the exchange that waits for the body, if any."""
+        exchange, self._evaluation = self._evaluation, None
+        if exchange is not None:
             del self._service.waiting[self]
-        return evaluation
+        return exchange
 
     def _leave_uncounted(self, reason: str) -> None:
         """The expected body will not come, so the request is not counted."""
@@ -454,7 +454,7 @@ class Stream(Waiting):
             self._upload.drop()
         if self._duplex is not None and self._duplex.held is not None:
             self._duplex.held.take()
-        evaluation = self._stop_waiting()
-        if evaluation is not None:
-            evaluation.give_up(reason)
-            self._service.reporter.report_uncounted(evaluation)
+        exchange = self._stop_waiting()
+        if exchange is not None:
+            exchange.give_up(reason)
+            self._service.reporter.report_uncounted(exchange)

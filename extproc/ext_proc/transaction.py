@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 
 from extproc.apis.excerpt import Excerpt
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine.budget_candidates import BudgetCandidate
-from extproc.engine.candidates import SessionCandidate
+from extproc.engine.budget_candidates import BudgetGuard
 from extproc.engine.counting import HERE, Asked, Counts, MaybeCounts, wait_for
 from extproc.engine.engine import Engine
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
+from extproc.engine.guards import SessionGuard
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_head
@@ -104,13 +104,11 @@ class Later:
 
     __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_transaction", "stay")
 
-    def __init__(
-        self, transaction: Transaction, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts
-    ) -> None:
+    def __init__(self, transaction: Transaction, kind: str, exchange: Exchange, asked: Asked, shadow_counts: Counts) -> None:
         self.stay: Callable[[Reply], Reply] | None = None
         self._transaction = transaction
         self._kind = kind
-        self._evaluation = evaluation
+        self._evaluation = exchange
         self._asked = asked
         self._shadow_counts = shadow_counts
 
@@ -184,27 +182,27 @@ class Transaction:
         self._unknown = ""  # why there is no content
         self._record: dict[str, Any] | None = None  # what is known of the request, for `--record`
         self._holding: str | None = None  # the tenant whose place this request takes
-        self._held: Sequence[SessionCandidate] = ()  # sessions of a held request, until its answer is sent
-        self._held_budgets: Sequence[BudgetCandidate] = ()  # likewise
+        self._held: Sequence[SessionGuard] = ()  # sessions of a held request, until its answer is sent
+        self._held_budgets: Sequence[BudgetGuard] = ()  # likewise
 
     def meet(
         self, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
-    ) -> Evaluation | None:
+    ) -> Exchange | None:
         """Match the policies in force and those that came with the route; None if none matches."""
         service = self._service
         if pinned and (unknown := engine.list_unknown(pinned)):
             service.reporter.report_unknown_policies(unknown)
         facts = request.facts
-        evaluation = engine.prepare(request, scope, pinned, handed_over, service.key)
+        exchange = engine.prepare(request, scope, pinned, handed_over, service.key)
         if service.reporter.probes.open:
-            matched = [] if evaluation is None else [plan.id for plan in evaluation.plans]
+            matched = [] if exchange is None else [plan.id for plan in exchange.plans]
             service.reporter.probes.note_match(request, matched)
-        if evaluation is None:
+        if exchange is None:
             service.metrics.unmatched.inc()
             service.reporter.coverage.note_unmatched(request)
         elif service.settings.record:
-            self._record = record_head(request, facts, evaluation.plans, plain=service.reporter.show_callers)
-        return evaluation
+            self._record = record_head(request, facts, exchange.plans, plain=service.reporter.show_callers)
+        return exchange
 
     def kill(self, request: HttpRequest, switch: Switch) -> Reply | None:
         """Refuse a request because of a kill switch; None if the switch must not act."""
@@ -212,20 +210,20 @@ class Transaction:
         self._service.reporter.report_killed(switch, "shadow" if shadow else "enforce")
         return None if shadow else self._end(refuse_killed(request))
 
-    def block(self, evaluation: Evaluation) -> Reply | None:
+    def block(self, exchange: Exchange) -> Reply | None:
         """Refuse a request that an operator has blocked, as far as it is known by now; None if no block applies."""
-        found = evaluation.enforcing.find_block()
+        found = exchange.enforcing.find_block()
         if found is None:
             return None
-        service, (candidate, block) = self._service, found
-        service.reporter.report_blocked(candidate.plan.id, block)
-        if block.kind == KILL and isinstance(candidate, SessionCandidate):
-            outcome = candidate.kill()
-            service.reporter.report_sessions([candidate])
+        service, (guard, block) = self._service, found
+        service.reporter.report_blocked(guard.plan.id, block)
+        if block.kind == KILL and isinstance(guard, SessionGuard):
+            outcome = guard.kill()
+            service.reporter.report_sessions([guard])
             metadata = make_metadata(Decision(outcome, None, [outcome], warning=False))
-            return self._end(refuse(outcome, metadata, evaluation))
+            return self._end(refuse(outcome, metadata, exchange))
         seconds = max(1, ceil(block.ends - time()))
-        return self._end(refuse_blocked(candidate.plan, seconds, evaluation.request, evaluation.content, candidate.subject))
+        return self._end(refuse_blocked(guard.plan, seconds, exchange.request, exchange.content, guard.subject))
 
     def _end(self, refusal: bytes) -> Reply:
         """Refuse the request before any policy has counted it."""
@@ -236,7 +234,7 @@ class Transaction:
     def judge(  # noqa: PLR0913  # everything known about a body
         self,
         kind: str,
-        evaluation: Evaluation,
+        exchange: Exchange,
         sums: Body | None,
         reason: str = "",
         content: bytes | memoryview | None = None,
@@ -246,126 +244,126 @@ class Transaction:
 
         Args:
             kind: the phase of the message to answer.
-            evaluation: the request.
+            exchange: the request.
             sums: the body's checksums; None if it is unknown.
             reason: why the body is unknown.
             content: the body; None if no policy may inspect it.
             excerpt: an excerpt of a body that is too long; `content` is then the bytes of the excerpt.
         """
-        if evaluation.steers:
+        if exchange.steers:
             self._content, self._unknown = content if excerpt is None else None, reason
         if self._record is not None:
             record_body(self._record, sums, reason, time())
-        if content and evaluation.inspects:
-            self._inspect(evaluation, sums, reason, content, excerpt)
+        if content and exchange.inspects:
+            self._inspect(exchange, sums, reason, content, excerpt)
         else:
-            evaluation.read_body(sums, reason, content)
-        if evaluation.is_overridden and (blocked := self.block(evaluation)) is not None:
+            exchange.read_body(sums, reason, content)
+        if exchange.is_overridden and (blocked := self.block(exchange)) is not None:
             return blocked
         counting = self._service.counting
-        counts = counting.count(evaluation.enforcing)
-        shadow_counts = counting.count(evaluation.shadow) if evaluation.shadow.candidates else ()
+        counts = counting.count(exchange.enforcing)
+        shadow_counts = counting.count(exchange.shadow) if exchange.shadow.active else ()
         if isinstance(shadow_counts, HERE):  # almost always
             if isinstance(counts, Asked):
-                return Later(self, kind, evaluation, counts, shadow_counts)
+                return Later(self, kind, exchange, counts, shadow_counts)
             if isinstance(counts, HERE):
-                return self._answer(kind, evaluation, counts, shadow_counts)
-        return self._judge_later(kind, evaluation, counts, shadow_counts)
+                return self._answer(kind, exchange, counts, shadow_counts)
+        return self._judge_later(kind, exchange, counts, shadow_counts)
 
-    def sum_up(self, evaluation: Evaluation, body: bytes | memoryview) -> Body:
+    def sum_up(self, exchange: Exchange, body: bytes | memoryview) -> Body:
         """The checksums of a body that may be compressed. Unpacking it counts as inspection."""
-        budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.candidates
-        if evaluation.is_plain or not budget.allows(tenant, self.started, shadow=watches):
+        budget, tenant, watches = self._service.budget, exchange.find_tenant(), not exchange.enforcing.active
+        if exchange.is_plain or not budget.allows(tenant, self.started, shadow=watches):
             return NO_BODY.plus(body)
         began = thread_time()
-        sums = evaluation.sum_up(body)
+        sums = exchange.sum_up(body)
         budget.spend(tenant, thread_time() - began, shadow=watches)
         return sums
 
     def _inspect(
         self,
-        evaluation: Evaluation,
+        exchange: Exchange,
         sums: Body | None,
         reason: str,
         content: bytes | memoryview,
         excerpt: Excerpt | None,
     ) -> None:
         """Inspect the body if the tenant has time left for it."""
-        budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.inspects
+        budget, tenant, watches = self._service.budget, exchange.find_tenant(), not exchange.enforcing.inspects
         if not budget.allows(tenant, self.started, shadow=watches):
-            evaluation.read_body(sums, reason, None, "inspect_budget")
+            exchange.read_body(sums, reason, None, "inspect_budget")
             return
         small = len(content) <= _SMALL
         clock = perf_counter if small else thread_time  # a tenant does not pay for other processes' use of the processor
         most = _SMALL_SECONDS if small else inf
         began = clock()
-        evaluation.read_body(sums, reason, content, excerpt=excerpt, shadow=False)
+        exchange.read_body(sums, reason, content, excerpt=excerpt, shadow=False)
         looked = clock()
         budget.spend(tenant, min(looked - began, most), shadow=watches)
-        if not evaluation.shadow.candidates:
+        if not exchange.shadow.active:
             return
-        evaluation.read_shadow("" if budget.allows(tenant, self.started, shadow=True) else "inspect_budget")
+        exchange.read_shadow("" if budget.allows(tenant, self.started, shadow=True) else "inspect_budget")
         budget.spend(tenant, min(clock() - looked, most), shadow=True)
 
-    async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
+    async def _judge_later(self, kind: str, exchange: Exchange, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
             # A list, because compiled code insists on gather's declared type, a tuple, if the arguments are separate.
             collected = await asyncio.gather(*[wait_for(counts), wait_for(shadow_counts)])
-            return self._answer(kind, evaluation, *collected)
+            return self._answer(kind, exchange, *collected)
         except asyncio.CancelledError:
-            for group, asked in ((evaluation.enforcing, counts), (evaluation.shadow, shadow_counts)):
+            for group, asked in ((exchange.enforcing, counts), (exchange.shadow, shadow_counts)):
                 self._service.counting.abandon(group, asked)
             raise
         except Exception as error:  # noqa: BLE001  # no error may stop the request
             return self.fail(kind, error)
 
-    def finish(self, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts) -> Reply:
+    def finish(self, kind: str, exchange: Exchange, asked: Asked, shadow_counts: Counts) -> Reply:
         """Answer a request that the store has counted."""
         try:
-            return self._answer(kind, evaluation, asked.collect(), shadow_counts)
+            return self._answer(kind, exchange, asked.collect(), shadow_counts)
         except Exception as error:  # noqa: BLE001  # no error may stop the request
             return self.fail(kind, error)
 
-    def _answer(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
+    def _answer(self, kind: str, exchange: Exchange, counts: Counts, shadow_counts: Counts) -> Reply:
         """Answer a request that has been counted. Even after an error, the answer names the call for its sessions."""
         try:
-            return self._decide(kind, evaluation, counts, shadow_counts)
+            return self._decide(kind, exchange, counts, shadow_counts)
         except Exception as error:  # noqa: BLE001  # no error may stop the request
-            return self.fail(kind, error, self._describe_calls(evaluation))
+            return self.fail(kind, error, self._describe_calls(exchange))
 
-    def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
-        service, sessions = self._service, evaluation.sessions
-        decision = evaluation.decide(counts, shadow_counts)
+    def _decide(self, kind: str, exchange: Exchange, counts: Counts, shadow_counts: Counts) -> Reply:
+        service, sessions = self._service, exchange.sessions
+        decision = exchange.decide(counts, shadow_counts)
         if decision.lead is not None or decision.shadow is not None:
-            decision = service.reporter.weigh(evaluation, decision)
+            decision = service.reporter.weigh(exchange, decision)
             if self.late and decision.action not in (Action.ALLOW, Action.WARN):  # a part of the request has been sent on
                 service.metrics.fail_open.labels("sent_on").inc()
                 decision = decision.let_pass()
             if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
                 decision = self._hold(decision, decision.lead)
         changed = UNCHANGED
-        edits = not self.late and (len(sessions) > 0 or len(evaluation.budgets) > 0)
-        if decision.steer is not None or (edits and (evaluation.is_narrowed or evaluation.asks_usage)):
-            decision, changed = self._change(kind, evaluation, decision)
-        service.reporter.report(evaluation, decision)
-        if evaluation.budgets and decision.shadow is not None and decision.shadow.action is Action.REJECT:
-            service.counting.give_back(evaluation.shadow.budgets)  # before it is described: it must not be settled, too
+        edits = not self.late and (len(sessions) > 0 or len(exchange.budgets) > 0)
+        if decision.steer is not None or (edits and (exchange.is_narrowed or exchange.asks_usage)):
+            decision, changed = self._change(kind, exchange, decision)
+        service.reporter.report(exchange, decision)
+        if exchange.budgets and decision.shadow is not None and decision.shadow.action is Action.REJECT:
+            service.counting.give_back(exchange.shadow.budgets)  # before it is described: it must not be settled, too
         reply = None
-        if (counts is None or evaluation.enforcing.forbidden is not None) and not self.late:
-            reply = self._refuse_uncounted(evaluation, decision, counts)
-        reply = reply or self._encode(kind, evaluation, decision, changed)
+        if (counts is None or exchange.enforcing.forbidden is not None) and not self.late:
+            reply = self._refuse_uncounted(exchange, decision, counts)
+        reply = reply or self._encode(kind, exchange, decision, changed)
         if self.ended or self._holding is not None:
-            self._follow_up(evaluation)
+            self._follow_up(exchange)
         if sessions and not self.ended:
             service.counting.join_sessions(sessions)
-        if evaluation.paired:
-            self._compare(evaluation, decision)
+        if exchange.paired:
+            self._compare(exchange, decision)
         service.metrics.decision_seconds.observe(_now() - self.started)
         return reply
 
-    def _follow_up(self, evaluation: Evaluation) -> None:
+    def _follow_up(self, exchange: Exchange) -> None:
         """Take a refused request back from its sessions and budgets, now, or a held one if it is not sent on."""
-        sessions, budgets = evaluation.sessions, evaluation.budgets
+        sessions, budgets = exchange.sessions, exchange.budgets
         if self.ended:
             if sessions:
                 self._take_back(sessions, REFUSED, _REFUSED_STATUS)
@@ -381,13 +379,13 @@ class Transaction:
             return decision
         return decision.refuse_instead(lead.change_action(Action.REJECT))
 
-    def _change(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
+    def _change(self, kind: str, exchange: Exchange, decision: Decision) -> tuple[Decision, Changed]:
         """Edit the body of a request that continues, if Envoy accepts an edited body."""
         if decision.action is Action.REJECT:
             return decision, UNCHANGED
         content: bytes | memoryview | None = self._content
-        if content is not None and evaluation.document is not None:
-            content = bytes(evaluation.document)  # the same, and already copied
+        if content is not None and exchange.document is not None:
+            content = bytes(exchange.document)  # the same, and already copied
         original = Original(content, self._unknown or "inspect_limit")
         if self.observed:
             original = Original(None, OBSERVED)
@@ -395,44 +393,44 @@ class Transaction:
             original = Original(None, NOTHING)
         elif not (self.buffered or self.holds):
             original = Original(None, "body_mode")
-        return self._service.changes.apply(evaluation, decision, original)
+        return self._service.changes.apply(exchange, decision, original)
 
-    def _refuse_uncounted(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
+    def _refuse_uncounted(self, exchange: Exchange, decision: Decision, counts: Counts) -> Reply | None:
         """Refuse a request that could not be counted, if a policy says so; else None."""
-        forbidden = evaluation.enforcing.forbidden
+        forbidden = exchange.enforcing.forbidden
         if counts is None:
-            metadata = self._describe(evaluation, decision)
-            refusal = refuse_without_store(metadata, evaluation.request, evaluation.content)
+            metadata = self._describe(exchange, decision)
+            refusal = refuse_without_store(metadata, exchange.request, exchange.content)
         elif forbidden is not None and decision.action is not Action.REJECT:
             self._service.reporter.report_forbidden(*forbidden)
             recorded = {} if self._record is None else {"record": self._record}
-            refusal = refuse_uncountable(*forbidden, recorded, evaluation.request, evaluation.content)
+            refusal = refuse_uncountable(*forbidden, recorded, exchange.request, exchange.content)
         else:
             return None
         self.ended = True
         return Reply(refusal, done=True)
 
-    def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
-        lead, sessions = decision.lead, evaluation.sessions
-        budgets = evaluation.budgets
-        calls = self._describe_calls(evaluation) if sessions or evaluation.settles or not evaluation.counts_failed else ""
+    def _encode(self, kind: str, exchange: Exchange, decision: Decision, changed: Changed) -> Reply:
+        lead, sessions = decision.lead, exchange.sessions
+        budgets = exchange.budgets
+        calls = self._describe_calls(exchange) if sessions or exchange.settles or not exchange.counts_failed else ""
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             if budgets:
-                told = write_budgets(evaluation.enforcing.budgets, calls)
+                told = write_budgets(exchange.enforcing.budgets, calls)
                 return Reply(_GO_ON_BYTES[kind] + told, done=True) if told else DONE[kind]
             return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
-        metadata = self._describe(evaluation, decision)
+        metadata = self._describe(exchange, decision)
         if budgets:
-            metadata |= describe_budgets(evaluation.enforcing.budgets, decision)
+            metadata |= describe_budgets(exchange.enforcing.budgets, decision)
         if lead is not None and lead.action is Action.REJECT:
             self.ended = True
-            return Reply(refuse(lead, metadata, evaluation), done=True)
+            return Reply(refuse(lead, metadata, exchange), done=True)
         if calls:
             metadata[SESSIONS] = calls
         warning: str = metadata.get(WARNING, "")
         if changed.body is not None and self.holds:
             self.edited = changed.body
-            size = sum([len(piece) for piece in changed.body]) if "content-length" in evaluation.request.headers else -1
+            size = sum([len(piece) for piece in changed.body]) if "content-length" in exchange.request.headers else -1
             answer: bytes | Pieces = replace_headers(metadata, warning=warning, marks=changed.marks, size=size)
         elif changed.body is not None:
             answer = replace_body(changed.body, metadata, warning=warning, marks=changed.marks)
@@ -442,26 +440,26 @@ class Transaction:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
-    def _describe_calls(self, evaluation: Evaluation) -> str:
+    def _describe_calls(self, exchange: Exchange) -> str:
         """Describe for the access log whose call the request is and what has counted it; empty for nothing."""
         if self.observed:
             return ""
-        described = [each.describe_call() for each in evaluation.sessions if each.is_let_through]
-        if not evaluation.counts_failed:
-            described += evaluation.describe_counted()
-        if evaluation.settles or not evaluation.counts_failed:
-            described += [text for each in evaluation.budgets if (text := each.describe_reserved())]
+        described = [each.describe_call() for each in exchange.sessions if each.is_let_through]
+        if not exchange.counts_failed:
+            described += exchange.describe_counted()
+        if exchange.settles or not exchange.counts_failed:
+            described += [text for each in exchange.budgets if (text := each.describe_reserved())]
         calls = ",".join(described)
         return f"[{calls}]" if calls else ""
 
-    def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
+    def _describe(self, exchange: Exchange, decision: Decision) -> dict[str, Any]:
         """The dynamic metadata of the answer."""
         metadata = make_metadata(decision)
         if decision.lead is not None:
-            metadata.update(self._describe_circumstances(evaluation, decision.lead))
+            metadata.update(self._describe_circumstances(exchange, decision.lead))
         if self._record is None:
             return metadata
-        counted = evaluation.enforcing.candidates or evaluation.shadow.candidates
+        counted = exchange.enforcing.active or exchange.shadow.active
         if counted:
             first = counted[0]
             first.name_request()
@@ -470,33 +468,33 @@ class Transaction:
         metadata["record"] = self._record
         return metadata
 
-    def _describe_circumstances(self, evaluation: Evaluation, lead: Outcome) -> dict[str, Any]:
+    def _describe_circumstances(self, exchange: Exchange, lead: Outcome) -> dict[str, Any]:
         """For traces: the kind of a loop's cause where the request shows it, and the hash of its session where it has one."""
         found: dict[str, Any] = {}
         if lead.repeat is not None:
             try:
-                cause = evaluation.find_cause(lead.repeat)
+                cause = exchange.find_cause(lead.repeat)
             except Exception as error:  # noqa: BLE001  # the decision stands without it
                 self._service.reporter.report_failure("a cause could not be found", error, policy=lead.policy)
                 cause = None
             if cause is not None:
                 found["cause"] = cause.kind
-        named = [candidate.session for candidate in evaluation.sessions if candidate.session != UNNAMED]
+        named = [guard.session for guard in exchange.sessions if guard.session != UNNAMED]
         if named:
             found["session"] = named[0]
         return found
 
-    def _take_back(self, sessions: Sequence[SessionCandidate], outcome: int, status: int) -> None:
+    def _take_back(self, sessions: Sequence[SessionGuard], outcome: int, status: int) -> None:
         """Tell ledgers that a request they let through was refused or withdrawn."""
         service = self._service
         let_through = [session for session in sessions if session.is_let_through]
         settlements = [session.take_back(outcome) for session in let_through]
         service.counting.settle(settlements, partial(service.reporter.report_taken_back, status, let_through))
 
-    def _compare(self, evaluation: Evaluation, decision: Decision) -> None:
+    def _compare(self, exchange: Exchange, decision: Decision) -> None:
         """Compare the outcomes of canaries and their policies."""
         try:
-            self._service.pairs.compare(evaluation, decision, refused=self.ended)
+            self._service.pairs.compare(exchange, decision, refused=self.ended)
         except Exception as error:  # noqa: BLE001  # no error may change the answer
             self._service.reporter.report_shadow_failure(error)
 

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 
 from extproc.bounded import LRU
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine.candidates import LoopCandidate
-from extproc.engine.evaluation import Evaluation
-from extproc.operator.loop_table import find_candidate, name_repeated
+from extproc.engine.exchange import Exchange
+from extproc.engine.guards import LoopGuard
+from extproc.operator.loop_table import find_guard, name_repeated
 from extproc.request.fingerprint import NO_BODY, compose, digest, write_head, write_query
 
 BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = ("begun", "went_on", "turned_round", "landed", "refused")
@@ -73,14 +73,14 @@ class NoteFollower:
         # if its body could not be edited. A request that is sent again is known by its node.
         self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(_MOST_FOLLOWED)
 
-    def follow(self, evaluation: Evaluation, decision: Decision) -> list[AfterNote]:
+    def follow(self, exchange: Exchange, decision: Decision) -> list[AfterNote]:
         """Changes that a decided request shows."""
-        found = [self._follow(evaluation, outcome) for outcome in decision.trace if may_follow(outcome)]
+        found = [self._follow(exchange, outcome) for outcome in decision.trace if may_follow(outcome)]
         return [change for change in found if change is not None]
 
-    def _follow(self, evaluation: Evaluation, outcome: Outcome) -> AfterNote | None:
-        candidate = find_candidate(evaluation, outcome)
-        if not isinstance(candidate, LoopCandidate) or Action.STEER not in candidate.detector.actions or candidate.is_allowed:
+    def _follow(self, exchange: Exchange, outcome: Outcome) -> AfterNote | None:
+        candidate = find_guard(exchange, outcome)
+        if not isinstance(candidate, LoopGuard) or Action.STEER not in candidate.detector.actions or candidate.is_allowed:
             return None
         now, before, earlier = candidate.detector.find_earlier_actions(outcome)
         if outcome.action in _ENDING:
@@ -90,7 +90,7 @@ class NoteFollower:
         after = find_change(now, before, earlier)
         if not after and now not in _NOTED:
             return None
-        noted = outcome.mode == "enforce" and evaluation.gets_notes(outcome)
+        noted = outcome.mode == "enforce" and exchange.gets_notes(outcome)
         failed = noted and now in _NOTED and outcome.action is Action.WARN
         if not self._is_followed(outcome, candidate, failed=failed) or not after:
             return None
@@ -98,15 +98,15 @@ class NoteFollower:
         if after == TURNED and repeat is not None and repeat.before is not None:
             # The fingerprint of a request with this newest turn
             compared = repeat.before.compared
-            request, sums = evaluation.request, NO_BODY.plus(compared)
+            request, sums = exchange.request, NO_BODY.plus(compared)
             query = write_query(request.read_shown_query()) if request.query else ""
             fingerprint = digest(compose(write_head(request.method, request.path, query), sums, candidate.caller), sums)[0]
             repeat, newer = repeat.before.last, 1
-        cause = evaluation.find_cause(repeat, newer)
+        cause = exchange.find_cause(repeat, newer)
         kind = cause.kind if cause is not None else NO_CAUSE
         return AfterNote(outcome, name_repeated(repeat, fingerprint), fingerprint, after, noted, kind)
 
-    def _is_followed(self, outcome: Outcome, candidate: LoopCandidate, *, failed: bool) -> bool:
+    def _is_followed(self, outcome: Outcome, candidate: LoopGuard, *, failed: bool) -> bool:
         place = candidate.memory.place if candidate.memory is not None else None
         if place is None:
             return not failed

@@ -11,7 +11,7 @@ from extproc.bounded import Memo
 from extproc.budgets.guard import CIRCUIT_BREAKER, Reservation
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Action, Outcome
-from extproc.engine.budget_candidates import BudgetCandidate
+from extproc.engine.budget_candidates import BudgetGuard
 from extproc.engine.orders import hash_descriptor
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.table import MAX_ROWS, UNKNOWN, KnownAs, Table, cut_caller, find_known
@@ -111,7 +111,7 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
         super().__init__()
         self._by_key: Memo[str, CallerBudget] = Memo(_MOST_SEEN)
 
-    def note(self, candidates: list[BudgetCandidate], now: float, *, refused: bool) -> None:
+    def note(self, candidates: list[BudgetGuard], now: float, *, refused: bool) -> None:
         """Note what a request took; `refused`: all of it is given back. `now` is in seconds since 1970."""
         for candidate in candidates:
             for each in candidate.reserved:
@@ -135,9 +135,9 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
                 row.last = row.told = now
                 row.requests += 1
 
-    def _find_row(self, candidate: BudgetCandidate, reserved: Reservation, now: float) -> CallerBudget:
+    def _find_row(self, candidate: BudgetGuard, reserved: Reservation, now: float) -> CallerBudget:
         """The row of a budget whose key is not known, perhaps a new one."""
-        name = _name_row(reserved, candidate.plan.id, candidate.guard.mode)
+        name = _name_row(reserved, candidate.plan.id, candidate.compiled.mode)
         row = self.use(name)
         if row is None:
             row = _begin_row(candidate, name, reserved, now)
@@ -145,7 +145,7 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
         self._by_key.put(reserved.take.key, row)
         return row
 
-    def act(self, candidate: BudgetCandidate, outcome: Outcome, subject: BudgetSubject, now: float) -> CallerBudget | None:
+    def act(self, candidate: BudgetGuard, outcome: Outcome, subject: BudgetSubject, now: float) -> CallerBudget | None:
         """Note a budget's refusal, or the stage that it has reached; None if no budget of the request is meant."""
         refuses = outcome.action is Action.REJECT
         for each in candidate.reserved:
@@ -184,9 +184,7 @@ def _name_row(reserved: Reservation, policy: str, mode: str) -> tuple[str, str, 
     return reserved.tenant, policy, mode, _name_rule(reserved), reserved.limit.suffix
 
 
-def _begin_row(
-    candidate: BudgetCandidate, name: tuple[str, str, str, str, str], reserved: Reservation, now: float
-) -> CallerBudget:
+def _begin_row(candidate: BudgetGuard, name: tuple[str, str, str, str, str], reserved: Reservation, now: float) -> CallerBudget:
     """A row without any request."""
     row = CallerBudget(name, reserved, now)
     row.caller = candidate.find_values(reserved.tenant)

@@ -14,11 +14,11 @@ from typing import Final
 from extproc.apis import open_conversation
 from extproc.decision import Action, Decision, Outcome
 from extproc.detectors.turn import digest
-from extproc.engine.candidates import Candidate, SessionCandidate
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
+from extproc.engine.guards import Guard, SessionGuard
 from extproc.engine.orders import hash_descriptor
 from extproc.operator.conversation_rows import MAX_LOOPS, PACE_SECONDS, ConversationDocument, ConversationRow
-from extproc.operator.loop_table import PATH_SHOWN, find_agent, find_candidate, name_repeated
+from extproc.operator.loop_table import PATH_SHOWN, find_agent, find_guard, name_repeated
 from extproc.operator.openings import read_opening
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table
 from extproc.request.document import Document, NotCounted
@@ -33,28 +33,28 @@ _OPENING: Final = 8
 class ConversationTable(Table[ConversationRow, ConversationDocument]):
     """The looping conversations of one process, by caller and conversation."""
 
-    def note(self, evaluation: Evaluation, decision: Decision, acted: Sequence[Outcome]) -> None:
+    def note(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> None:
         """Note a request, given the outcomes about loops that are not ALLOW. What is decided in two parts is counted once."""
-        now, again = time(), evaluation.find_conversation_key()
-        key = again or name_conversation(evaluation, decision.trace)
+        now, again = time(), exchange.find_conversation_key()
+        key = again or name_conversation(exchange, decision.trace)
         row = self.use(key)
-        failure = evaluation.failure
+        failure = exchange.failure
         if row is None and failure is not None and _are_widespread(acted):
             key = ("", f"{failure.tool}\n{failure.digest}")  # those of an incident share a row, or they would fill the table
             row = self.use(key)
-        evaluation.conversation_key = key
+        exchange.conversation_key = key
         if row is None:
             # A row without any counted request
             outcome = acted[0]
-            request, candidate = evaluation.request, find_candidate(evaluation, outcome)
+            request, candidate = exchange.request, find_guard(exchange, outcome)
             values = candidate.values if candidate is not None and key[0] else []
             row = ConversationRow(
                 tenant=key[0],
                 conversation=key[1],
-                session=_find_session(evaluation) if key[0] else "",
+                session=_find_session(exchange) if key[0] else "",
                 agent=find_agent(request, candidate) if key[0] else "",
                 path=cut_text(request.path, PATH_SHOWN),
-                model=cut_text(read_model(request.path, evaluation.content), NAME_SHOWN),
+                model=cut_text(read_model(request.path, exchange.content), NAME_SHOWN),
                 tools=[],
                 descriptors=[
                     (cut_text(name, NAME_SHOWN), hash_descriptor(name, value)) for name, value in values[:NAMES_SHOWN]
@@ -65,26 +65,26 @@ class ConversationTable(Table[ConversationRow, ConversationDocument]):
                 paced=now,
             )
             self.put(key, row)
-        _describe(row, evaluation, acted, now)
+        _describe(row, exchange, acted, now)
         row.last = now
         if not again:
-            refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
-            _count(row, evaluation.size, now, refused=refused)
+            refused = decision.action is Action.REJECT or exchange.enforcing.forbidden is not None
+            _count(row, exchange.size, now, refused=refused)
             row.action, row.shadow = decision.action.value, ""
         if decision.shadow is not None:
             row.shadow = decision.shadow.action.value
 
-    def note_allowed(self, evaluation: Evaluation, decision: Decision) -> None:
+    def note_allowed(self, exchange: Exchange, decision: Decision) -> None:
         """Note a request that an operator's order lets through, if its conversation is known and it has not been noted."""
-        if evaluation.find_conversation_key():
+        if exchange.find_conversation_key():
             return
-        key = name_conversation(evaluation, decision.trace)
+        key = name_conversation(exchange, decision.trace)
         row = self.use(key)
         if row is not None:
-            evaluation.conversation_key = key
+            exchange.conversation_key = key
             row.last = now = time()
             row.action, row.shadow = Action.ALLOW.value, ""
-            _count(row, evaluation.size, now, refused=False)
+            _count(row, exchange.size, now, refused=False)
 
     def make_document(self, *, shows_callers: bool) -> ConversationDocument:  # noqa: ARG002  # it has none
         """See `Table`; the largest conversation comes first."""
@@ -102,7 +102,7 @@ def _count(row: ConversationRow, size: int, now: float, *, refused: bool) -> Non
     row.paced = now
 
 
-def _describe(row: ConversationRow, evaluation: Evaluation, acted: Sequence[Outcome], now: float) -> None:
+def _describe(row: ConversationRow, exchange: Exchange, acted: Sequence[Outcome], now: float) -> None:
     """Note which loops the request is part of, and whether their tool fails for many."""
     for outcome in acted:
         repeats = name_repeated(outcome.repeat, outcome.fingerprint)
@@ -110,12 +110,12 @@ def _describe(row: ConversationRow, evaluation: Evaluation, acted: Sequence[Outc
         if name not in row.loops and not is_widespread(outcome):
             row.loops = [*row.loops[1 - MAX_LOOPS :], name]
             row.tools = [cut_text(tool, NAME_SHOWN) for tool in outcome.list_tools()[:NAMES_SHOWN]] or row.tools
-    failure = evaluation.failure
+    failure = exchange.failure
     if failure is None:
         row.tool = row.failure = ""
         return
     row.tool, row.failure = cut_text(failure.tool, NAME_SHOWN), failure.digest
-    if evaluation.fails_for_many:
+    if exchange.fails_for_many:
         row.failing = now
 
 
@@ -128,7 +128,7 @@ def _are_widespread(acted: Sequence[Outcome]) -> bool:
     return all(is_widespread(outcome) for outcome in acted)
 
 
-def name_conversation(evaluation: Evaluation, trace: Sequence[Outcome]) -> tuple[str, str]:
+def name_conversation(exchange: Exchange, trace: Sequence[Outcome]) -> tuple[str, str]:
     """The key of a request's row: the caller, and what distinguishes the conversation.
 
     All outcomes of a request have one row, so the first detector names the caller, whether it acts or not.
@@ -138,32 +138,32 @@ def name_conversation(evaluation: Evaluation, trace: Sequence[Outcome]) -> tuple
         if not isinstance(outcome.subject, SessionSubject):
             first = outcome
             break
-    named = _find_name(evaluation) or _find_opening(evaluation.plain)
+    named = _find_name(exchange) or _find_opening(exchange.plain)
     return first.tenant, named or f"#{name_repeated(first.repeat, first.fingerprint)}"
 
 
-def _find_name(evaluation: Evaluation) -> str:
+def _find_name(exchange: Exchange) -> str:
     """The hash of the name of the request's session, as detectors know it, or else its limits; empty for none."""
     named = ""
-    for candidate in _list_named(evaluation):
-        if not isinstance(candidate, SessionCandidate):
+    for candidate in _list_named(exchange):
+        if not isinstance(candidate, SessionGuard):
             return candidate.session
         named = named or candidate.session
     return named
 
 
-def _find_session(evaluation: Evaluation) -> str:
+def _find_session(exchange: Exchange) -> str:
     """The same, as limits know it, or else detectors: orders about sessions mean these."""
     named = ""
-    for candidate in _list_named(evaluation):
-        if isinstance(candidate, SessionCandidate):
+    for candidate in _list_named(exchange):
+        if isinstance(candidate, SessionGuard):
             return candidate.session
         named = named or candidate.session
     return named
 
 
-def _list_named(evaluation: Evaluation) -> list[Candidate]:
-    return [each for group in evaluation.groups for each in group.candidates if each.session not in {"", UNNAMED}]
+def _list_named(exchange: Exchange) -> list[Guard]:
+    return [each for group in exchange.groups for each in group.active if each.session not in {"", UNNAMED}]
 
 
 def _find_opening(document: Document | None) -> str:

@@ -11,7 +11,7 @@ from time import time
 from typing import Final, TypeAlias
 
 from extproc.apis import read_path
-from extproc.engine.evaluation import CandidateGroup, Evaluation
+from extproc.engine.exchange import Exchange, Guards
 from extproc.metrics import Decisions
 from extproc.operator.coverage_rows import (
     COUNTED,
@@ -86,23 +86,23 @@ class Coverage:
         if request.method == "POST" and read_path(request.path).api:
             self._add(_name(UNMATCHED_CALLS))
 
-    def note(self, evaluation: Evaluation) -> None:
+    def note(self, exchange: Exchange) -> None:
         """Note a request that some policy does not count, or not with all of its detectors."""
-        if evaluation.enforcing.forbidden is not None:  # refused for that, so it does not pass unguarded
+        if exchange.enforcing.forbidden is not None:  # refused for that, so it does not pass unguarded
             self._add(_name(EXEMPT))
             return
-        route = evaluation.request.facts.route()
+        route = exchange.request.facts.route()
         counted = flawed = False
-        for group in evaluation.groups:
-            counted = counted or bool(group.candidates)
+        for group in exchange.groups:
+            counted = counted or bool(group.active)
             flawed = self._note_group(group, route) or flawed
-        if evaluation.plans and (flawed or not counted):  # else it is the rest of one that is counted already
+        if exchange.plans and (flawed or not counted):  # else it is the rest of one that is counted already
             self._add(_name(PARTLY if counted else UNGUARDED if flawed else EXEMPT))
 
-    def _note_group(self, group: CandidateGroup, route: str) -> bool:
+    def _note_group(self, group: Guards, route: str) -> bool:
         """Count what a group does not count; returns whether some of it should be counted."""
         mode = "shadow" if group.shadow else "enforce"
-        counted = {candidate.plan.id for candidate in group.candidates}
+        counted = {candidate.plan.id for candidate in group.active}
         left_out = [*group.left_out, *((policy, "", "internal_error") for policy, _ in group.failures)]
         for policy, detector, reason in dict.fromkeys(left_out):
             self._add((policy, mode, route, detector, reason))
@@ -110,7 +110,7 @@ class Coverage:
             if policy not in counted:
                 self._add((policy, mode, route, "", UNGUARDED if reasons - BY_DESIGN.keys() else EXEMPT))
         if group.missing:
-            for policy in {each.plan.id for each in group.candidates if each.plan.merges_strangers and not each.caller}:
+            for policy in {each.plan.id for each in group.active if each.plan.merges_strangers and not each.caller}:
                 self._add((policy, mode, route, "", SHARED))
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 

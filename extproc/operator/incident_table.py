@@ -17,10 +17,10 @@ from extproc.apis import open_conversation
 from extproc.decision import Action, Decision, Outcome, ToolFailure, decide
 from extproc.detectors.chain import read_transcript
 from extproc.detectors.turn import digest
-from extproc.engine.candidates import LoopCandidate
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
+from extproc.engine.guards import LoopGuard
 from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentDocument, IncidentRow
-from extproc.operator.loop_table import find_candidate
+from extproc.operator.loop_table import find_guard
 from extproc.operator.openings import read_opening
 from extproc.operator.sketch import Sketch
 from extproc.operator.table import NAME_SHOWN, Table
@@ -99,23 +99,23 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         super().__init__(_MAX_ROWS, _MAX_OF_CALLER)
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}  # by policy, tool and error
 
-    def weigh(self, evaluation: Evaluation, decision: Decision, now: float) -> Decision:
+    def weigh(self, exchange: Exchange, decision: Decision, now: float) -> Decision:
         """The decision, changed for loops that are part of an incident; `now` is in seconds since 1970."""
         enforcing: list[Outcome] = []
         watching: list[Outcome] = []
         found = False
         for outcome in decision.trace:
-            weighed = self._weigh(evaluation, outcome, now)
+            weighed = self._weigh(exchange, outcome, now)
             found = found or weighed is not outcome
             (enforcing if outcome.mode == "enforce" else watching).append(weighed)
         return decide(enforcing, watching) if found else decision
 
-    def _weigh(self, evaluation: Evaluation, outcome: Outcome, now: float) -> Outcome:
-        repeat, document = outcome.repeat, evaluation.plain
+    def _weigh(self, exchange: Exchange, outcome: Outcome, now: float) -> Outcome:
+        repeat, document = outcome.repeat, exchange.plain
         candidate = None
         if outcome.action is not Action.ALLOW and repeat is not None and document is not None:
-            candidate = find_candidate(evaluation, outcome)
-        if repeat is None or document is None or not isinstance(candidate, LoopCandidate):
+            candidate = find_guard(exchange, outcome)
+        if repeat is None or document is None or not isinstance(candidate, LoopGuard):
             return outcome
         try:
             failure = candidate.detector.similarity.find_failure(document)
@@ -126,7 +126,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
             return outcome
         failing, refused = self.find(outcome.policy, failure, outcome.tenant), outcome.action is Action.REJECT
         spares = failing.note(outcome.tenant, session, now, refused=refused)
-        evaluation.failure, evaluation.fails_for_many = failure, evaluation.fails_for_many or failing.standing
+        exchange.failure, exchange.fails_for_many = failure, exchange.fails_for_many or failing.standing
         if not spares:
             return outcome
         return candidate.detector.be_patient(outcome, repeat)
@@ -163,7 +163,7 @@ def _describe(key: tuple[str, ...], row: FailingTool) -> IncidentRow:
     return IncidentRow(policy, tool, failure, row.began, row.last, callers, sessions, row.requests, row.spared)
 
 
-def _name_session(document: Document, candidate: LoopCandidate) -> str:
+def _name_session(document: Document, candidate: LoopGuard) -> str:
     """The session of a request, 16 hex digits: of its name, or else of what its user and its assistant said first."""
     named = candidate.session.encode()
     if not named:

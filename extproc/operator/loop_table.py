@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from extproc.decision import Action, Decision, Outcome, Repeat
-from extproc.engine.candidates import Candidate
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
+from extproc.engine.guards import Guard
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, NoteLabels, merge_lines
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
 from extproc.request.clients import AGENT_HEADERS
@@ -31,14 +31,14 @@ class LoopTable(Table[Loop, LoopDocument]):
         self.curves: dict[tuple[str, str, str], Line] = {}
         self.after: dict[NoteLabels, int] = {}
 
-    def note(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> Loop:
+    def note(self, exchange: Exchange, decision: Decision, outcome: Outcome) -> Loop:
         """Note a detector's outcome for a request, which is not ALLOW; returns its loop."""
-        now, action, size = time(), outcome.action.value, evaluation.size
+        now, action, size = time(), outcome.action.value, exchange.size
         repeats = name_repeated(outcome.repeat, outcome.fingerprint)
         key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
         loop = self.use(key)
         if loop is None:
-            loop = _begin_loop(evaluation, outcome, repeats, now)
+            loop = _begin_loop(exchange, outcome, repeats, now)
             self.put(key, loop)
         loop.requests[action] = loop.requests.get(action, 0) + 1
         loop.fingerprint, loop.count, loop.last = outcome.fingerprint, outcome.count, now
@@ -50,14 +50,14 @@ class LoopTable(Table[Loop, LoopDocument]):
         self.draw(outcome)
         return loop
 
-    def note_after(self, evaluation: Evaluation, outcome: Outcome, repeats: str, fingerprint: str, labels: NoteLabels) -> None:
+    def note_after(self, exchange: Exchange, outcome: Outcome, repeats: str, fingerprint: str, labels: NoteLabels) -> None:
         """Note what came after the first note of a loop, which another replica may have acted on."""
         if labels in self.after or len(self.after) < _MAX_CURVES:
             self.after[labels] = self.after.get(labels, 0) + 1
         key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
         loop = self.use(key)
         if loop is None:
-            loop = _begin_loop(evaluation, outcome, repeats, time())
+            loop = _begin_loop(exchange, outcome, repeats, time())
             loop.fingerprint = fingerprint
             self.put(key, loop)
         *_, loop.cause, arm, after = labels
@@ -83,9 +83,9 @@ class LoopTable(Table[Loop, LoopDocument]):
         curve.add(minute)
 
 
-def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: float) -> Loop:
+def _begin_loop(exchange: Exchange, outcome: Outcome, repeats: str, now: float) -> Loop:
     """A loop without any counted request."""
-    request, candidate = evaluation.request, find_candidate(evaluation, outcome)
+    request, candidate = exchange.request, find_guard(exchange, outcome)
     known = find_known(candidate) if candidate is not None else UNKNOWN
     return Loop(
         policy=outcome.policy,
@@ -98,7 +98,7 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
         method=cut_text(request.method, NAME_SHOWN),
         path=cut_text(request.path, PATH_SHOWN),
         route=cut_text(request.facts.route(), NAME_SHOWN),
-        model=cut_text(read_model(request.path, evaluation.content), NAME_SHOWN),
+        model=cut_text(read_model(request.path, exchange.content), NAME_SHOWN),
         tools=[cut_text(tool, NAME_SHOWN) for tool in outcome.list_tools()[:NAMES_SHOWN]],
         caller=cut_caller(candidate.values) if candidate is not None else [],
         first=now,
@@ -113,16 +113,16 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
     )
 
 
-def find_agent(request: HttpRequest, candidate: Candidate | None) -> str:
+def find_agent(request: HttpRequest, candidate: Guard | None) -> str:
     """The id that the agent has given itself, unless it identifies the caller, which not everyone may see."""
     agent = next((value for name in AGENT_HEADERS if (value := request.read_header(name))), "")
     hidden = [] if candidate is None else [value for _, value in candidate.values]
     return "" if agent in hidden else cut_text(agent, NAME_SHOWN)
 
 
-def find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
+def find_guard(exchange: Exchange, outcome: Outcome) -> Guard | None:
     """The candidate of an outcome, enforcing or not."""
-    return (evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing).find(outcome)
+    return (exchange.shadow if outcome.mode == "shadow" else exchange.enforcing).find(outcome)
 
 
 def name_repeated(repeat: Repeat | None, fingerprint: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any, Final
 
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
 from extproc.request.http import HttpRequest
 
 PROBE_HEADER: Final = "x-loopguard-probe"
@@ -52,17 +52,17 @@ class Probes:
         if seen is not None and (mark in seen or len(seen) < _MOST_MARKS):
             seen[mark] = {"matched": list(policies), "counted": [], "left_out": {}}
 
-    def note(self, evaluation: Evaluation) -> None:
+    def note(self, exchange: Exchange) -> None:
         """Note which policies have counted a request, if it is of a probe, and why others have not."""
-        mark = evaluation.request.read_header(PROBE_HEADER)
+        mark = exchange.request.read_header(PROBE_HEADER)
         seen = self._find(mark)
         found = seen.get(mark) if seen is not None else None
         if found is None:
             return
-        for group in evaluation.groups:
-            counted = {candidate.plan.id for candidate in group.candidates}
+        for group in exchange.groups:
+            counted = {candidate.plan.id for candidate in group.active}
             found["counted"] = [*found["counted"], *sorted(counted - {*found["counted"]})]
-        found["left_out"] = {**found["left_out"], **dict(evaluation.list_uncounted())}
+        found["left_out"] = {**found["left_out"], **dict(exchange.list_uncounted())}
 
     def _find(self, mark: str) -> dict[str, dict[str, Any]] | None:
         """The requests of a mark's probe; None if no operator follows it."""

@@ -11,9 +11,9 @@ from extproc.bounded import LRU
 from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import NOTED, Action, Decision, Outcome, Reason
-from extproc.engine.budget_candidates import BudgetCandidate
-from extproc.engine.candidates import Answer, SessionCandidate
-from extproc.engine.evaluation import CandidateGroup, Evaluation, group_by_policy
+from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.exchange import Exchange, Guards, group_by_policy
+from extproc.engine.guards import Answer, SessionGuard
 from extproc.engine.handover import POLICY_METADATA, RefusedPolicy
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import ALLOW, ActiveOverride
@@ -91,17 +91,17 @@ class Reporter:
         counters = {DROPPED: metrics.chains_dropped, EVICTED: metrics.store_evictions, ABSURD: metrics.absurd_usage}
         return {reason: int(counter._value.get()) for reason, counter in counters.items()}  # noqa: SLF001  # as fast as a number
 
-    def report(self, evaluation: Evaluation, decision: Decision) -> None:
+    def report(self, exchange: Exchange, decision: Decision) -> None:
         """Report a decided request."""
-        if budgets := evaluation.budgets:
+        if budgets := exchange.budgets:
             self._note_budgets(budgets, decision)
         if decision.lead is not None or decision.shadow is not None:
-            self._report_acts(evaluation, decision)
-        if evaluation.enforcing.spared or evaluation.shadow.spared:
-            self._report_conversation(evaluation, decision, ())
+            self._report_acts(exchange, decision)
+        if exchange.enforcing.spared or exchange.shadow.spared:
+            self._report_conversation(exchange, decision, ())
         for outcome in decision.trace:
             if outcome.repeat is not None or outcome.action is not Action.ALLOW:
-                self._report_after_notes(evaluation, decision)
+                self._report_after_notes(exchange, decision)
                 break
         decisions = self._decisions
         for outcome in decision.trace if len(decision.trace) == 1 else group_by_policy(decision.trace):
@@ -110,36 +110,36 @@ class Reporter:
             decisions[labels] = decisions.get(labels, 0) + 1
             if not allowed and outcome.reason is Reason.LOOP_DETECTED:
                 self._loops[labels] = self._loops.get(labels, 0) + 1
-        if sessions := evaluation.sessions:
+        if sessions := exchange.sessions:
             self.report_sessions(sessions, decision.steer or decision.lead)
-        for policy in evaluation.list_compared_exactly() if evaluation.inspects else _NO_POLICIES:
+        for policy in exchange.list_compared_exactly() if exchange.inspects else _NO_POLICIES:
             self._metrics.compared_exactly.labels(policy).inc()
-        self.report_uncounted(evaluation)
+        self.report_uncounted(exchange)
 
-    def weigh(self, evaluation: Evaluation, decision: Decision) -> Decision:
+    def weigh(self, exchange: Exchange, decision: Decision) -> Decision:
         """The decision about a request in a loop, changed if its tool fails for many."""
         try:
-            return self.incidents.weigh(evaluation, decision, time())
+            return self.incidents.weigh(exchange, decision, time())
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("an incident could not be looked for", error)
             return decision
 
-    def report_uncounted(self, evaluation: Evaluation) -> None:
+    def report_uncounted(self, exchange: Exchange) -> None:
         """Report policies that did not count a request, and those that failed."""
-        if evaluation.plans:  # else it is the rest of one that has been decided in part
+        if exchange.plans:  # else it is the rest of one that has been decided in part
             self.coverage.requests += 1
         if self.probes.open:
-            self.probes.note(evaluation)
-        if evaluation.enforcing.left_out or evaluation.shadow.left_out:
-            for policy, reason in evaluation.list_uncounted():
+            self.probes.note(exchange)
+        if exchange.enforcing.left_out or exchange.shadow.left_out:
+            for policy, reason in exchange.list_uncounted():
                 self._metrics.uncounted.labels(policy, reason).inc()
-        if any(group.left_out or group.missing or group.failures for group in evaluation.groups):
-            self.coverage.note(evaluation)
-        for group in evaluation.groups:
+        if any(group.left_out or group.missing or group.failures for group in exchange.groups):
+            self.coverage.note(exchange)
+        for group in exchange.groups:
             if group.missing or group.changing or group.failures or group.contradicted or group.spared:
                 self._report_group(group)
 
-    def _report_group(self, group: CandidateGroup) -> None:
+    def _report_group(self, group: Guards) -> None:
         if group.missing:
             self._report_missing(group)
         if group.changing:
@@ -164,7 +164,7 @@ class Reporter:
         for policy in policies:
             self._metrics.unnarrowed.labels(policy, reason).inc()
 
-    def _report_acts(self, evaluation: Evaluation, decision: Decision) -> None:
+    def _report_acts(self, exchange: Exchange, decision: Decision) -> None:
         """Report actions against loops, and at limits of sessions."""
         metrics = self._metrics
         acted: list[Outcome] = []
@@ -174,43 +174,43 @@ class Reporter:
             if isinstance(outcome.subject, SessionSubject):
                 labels = outcome.policy, outcome.mode, outcome.subject.limit, outcome.action.value
                 metrics.session_limits.labels(*labels).inc()
-                self._report_limit(evaluation, outcome, outcome.subject)
+                self._report_limit(exchange, outcome, outcome.subject)
             elif isinstance(outcome.subject, BudgetSubject):
-                self._report_budget(evaluation, outcome, outcome.subject)
+                self._report_budget(exchange, outcome, outcome.subject)
             elif outcome.reason is Reason.LOOP_DETECTED:
                 labels = outcome.policy, outcome.detector, outcome.mode, outcome.action.value
                 metrics.detections.labels(*labels, outcome.strength).inc()
-                self._report_detection(evaluation, decision, outcome)
+                self._report_detection(exchange, decision, outcome)
                 acted.append(outcome)
         if acted:
-            self._report_conversation(evaluation, decision, acted)
+            self._report_conversation(exchange, decision, acted)
 
-    def _report_conversation(self, evaluation: Evaluation, decision: Decision, acted: Sequence[Outcome]) -> None:
+    def _report_conversation(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> None:
         """Report a request of a looping conversation once; if no policy has acted on it, an order lets it through."""
         try:
             if acted:
-                self.conversations.note(evaluation, decision, acted)
+                self.conversations.note(exchange, decision, acted)
             else:
-                self.conversations.note_allowed(evaluation, decision)
+                self.conversations.note_allowed(exchange, decision)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("a looping conversation could not be reported", error)
 
-    def _report_after_notes(self, evaluation: Evaluation, decision: Decision) -> None:
+    def _report_after_notes(self, exchange: Exchange, decision: Decision) -> None:
         """Report what came after notes, as the request shows it."""
         try:
-            evaluation.after_notes = self._follower.follow(evaluation, decision)
-            for change in evaluation.after_notes:
+            exchange.after_notes = self._follower.follow(exchange, decision)
+            for change in exchange.after_notes:
                 self._metrics.after_notes.labels(*change.labels).inc()
-                self.loops.note_after(evaluation, change.outcome, change.repeats, change.fingerprint, change.labels)
+                self.loops.note_after(exchange, change.outcome, change.repeats, change.fingerprint, change.labels)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("what came after a note could not be reported", error)
 
-    def report_sessions(self, candidates: list[SessionCandidate], lead: Outcome | None = None) -> None:
+    def report_sessions(self, candidates: list[SessionGuard], lead: Outcome | None = None) -> None:
         """Report the state of a request's sessions; `lead` is what decided about it, None if it went on as it was."""
         metrics, now = self._metrics, time()
         action = lead.action.value if lead is not None else ""
         for candidate in candidates:
-            standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
+            standing, policy, mode = candidate.standing, candidate.plan.id, candidate.compiled.mode
             if candidate.session == UNNAMED and not candidate.is_second:
                 self._report_unnamed(candidate, now)
             if standing is None:
@@ -244,7 +244,7 @@ class Reporter:
             if run.known is UNKNOWN:
                 run.known = find_known(candidate)
 
-    def _link_sessions(self, candidate: SessionCandidate, document: Document, name: tuple[str, str, str, str]) -> None:
+    def _link_sessions(self, candidate: SessionGuard, document: Document, name: tuple[str, str, str, str]) -> None:
         """See which sessions a session has started, although nothing names either."""
         try:
             started = self._spawns.note(name[0], candidate.session, document, begins=not candidate.waits)
@@ -253,21 +253,21 @@ class Reporter:
         else:
             self.sessions.link(name, started)
 
-    def _report_unnamed(self, candidate: SessionCandidate, now: float) -> None:
+    def _report_unnamed(self, candidate: SessionGuard, now: float) -> None:
         """Report a request without a session; the number of these is logged once a minute."""
-        policy, mode, limited = candidate.plan.id, candidate.guard.mode, candidate.hit is not None
+        policy, mode, limited = candidate.plan.id, candidate.compiled.mode, candidate.hit is not None
         self._metrics.session_unnamed.labels(policy, mode).inc()
         self.sessions.note_unnamed(RunName(candidate.tenant, policy, mode, UNNAMED), candidate.values, now)
         if requests := self._remind(f"{UNNAMED} {mode} {policy}"):
             what = "they share unnamed_limits" if limited else "they pass: unnamed_limits would limit them"
             _LOG.warning(f"nothing names the session of requests; {what}", extra=make_extra(policy=policy, requests=requests))
 
-    def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
+    def report_taken_back(self, status: int, candidates: Sequence[SessionGuard], standings: Sequence[Answer]) -> None:
         """Report a request that sessions let through, and that is not forwarded; `status` of its answer, 0 for none."""
         now = time()
         for candidate, standing in zip(candidates, standings, strict=True):
             if isinstance(standing, Standing):
-                name = candidate.tenant, candidate.plan.id, candidate.guard.mode, candidate.session
+                name = candidate.tenant, candidate.plan.id, candidate.compiled.mode, candidate.session
                 self.sessions.settle(name, standing, candidate.model, candidate.call, status, None, now, refused=True)
 
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
@@ -340,7 +340,7 @@ class Reporter:
             )
             _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
 
-    def _report_missing(self, group: CandidateGroup) -> None:
+    def _report_missing(self, group: Guards) -> None:
         for policy, key in group.missing:
             self._metrics.missing_descriptor.labels(policy, key).inc()
             requests = self._reminders.setdefault((policy, key), Reminder(_REMIND_SECONDS)).count(perf_counter())
@@ -348,7 +348,7 @@ class Reporter:
                 extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
 
-    def _report_changing(self, group: CandidateGroup) -> None:
+    def _report_changing(self, group: Guards) -> None:
         for policy, key in group.changing:
             self._metrics.session_changing.labels(policy, key).inc()
             if self._remind(f"changing {policy} {key}"):
@@ -357,7 +357,7 @@ class Reporter:
                 )
                 _LOG.warning(f"{key} {what}", extra=make_extra(policy=policy, key=key))
 
-    def _report_failures(self, group: CandidateGroup) -> None:
+    def _report_failures(self, group: Guards) -> None:
         for policy, error in group.failures:
             if group.shadow:
                 self.report_shadow_failure(error, policy=policy)
@@ -365,12 +365,12 @@ class Reporter:
                 self._metrics.fail_open.labels("internal_error").inc()
                 self.report_failure("a detector failed, the others' verdict stands", error, policy=policy)
 
-    def _report_detection(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> None:
+    def _report_detection(self, exchange: Exchange, decision: Decision, outcome: Outcome) -> None:
         try:
             if is_widespread(outcome):
                 self.loops.draw(outcome)  # its row is the incident's
                 return
-            loop = self.loops.note(evaluation, decision, outcome)
+            loop = self.loops.note(exchange, decision, outcome)
             total = loop.total
             if not total & (total - 1):  # the first, the second, the fourth, ...
                 self._warn(
@@ -396,13 +396,13 @@ class Reporter:
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("a loop could not be reported", error, policy=outcome.policy)
 
-    def _report_limit(self, evaluation: Evaluation, outcome: Outcome, subject: SessionSubject) -> None:
+    def _report_limit(self, exchange: Exchange, outcome: Outcome, subject: SessionSubject) -> None:
         """Log a session's first refusal in a row, its second, its fourth and so on."""
-        for candidate in evaluation.sessions:
+        for candidate in exchange.sessions:
             standing = candidate.standing
             if standing is None or not standing.limit or standing.waits:
                 continue
-            if (candidate.plan.id, candidate.guard.mode, candidate.tenant) != (outcome.policy, outcome.mode, outcome.tenant):
+            if (candidate.plan.id, candidate.compiled.mode, candidate.tenant) != (outcome.policy, outcome.mode, outcome.tenant):
                 continue
             agents = standing.tree is not None and subject.limit in AGENT_LIMITS
             blocks = standing.tree.refused if agents and standing.tree is not None else standing.consecutive_blocks
@@ -427,18 +427,18 @@ class Reporter:
                     descriptors=dict(candidate.values) if self.show_callers else None,
                 )
 
-    def _note_budgets(self, candidates: list[BudgetCandidate], decision: Decision) -> None:
+    def _note_budgets(self, candidates: list[BudgetGuard], decision: Decision) -> None:
         """Note what is left of budgets; a refused request gives back what it took."""
         try:
             self.budgets.note(candidates, _time(), refused=decision.action is Action.REJECT)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("budgets could not be reported", error)
 
-    def _report_budget(self, evaluation: Evaluation, outcome: Outcome, subject: BudgetSubject) -> None:
+    def _report_budget(self, exchange: Exchange, outcome: Outcome, subject: BudgetSubject) -> None:
         """Count a stage or a refusal of a budget, and log the refusals of a caller by one rule once a minute."""
         labels = outcome.policy, outcome.mode, subject.rule, outcome.reason.value, outcome.action.value
         self._metrics.budgets.labels(*labels).inc()
-        found = [each for each in evaluation.budgets if each.plan.id == outcome.policy and each.guard.mode == outcome.mode]
+        found = [each for each in exchange.budgets if each.plan.id == outcome.policy and each.compiled.mode == outcome.mode]
         found.sort(key=lambda each: not each.is_about(outcome.tenant))
         row = self.budgets.act(found[0], outcome, subject, time()) if found else None
         if outcome.action is not Action.REJECT:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from extproc.bounded import LRU
-from extproc.engine.candidates import Candidate
+from extproc.engine.guards import Guard
 from extproc.request.http import cut_text
 
 MAX_ROWS: Final = 1_000
@@ -43,7 +43,7 @@ class KnownAs(NamedTuple):
 UNKNOWN: Final = KnownAs("", [], [], [])
 
 
-def find_known(candidate: Candidate) -> KnownAs:
+def find_known(candidate: Guard) -> KnownAs:
     """What is shown with the hash of a request's caller."""
     labels, credentials = cut_caller(candidate.labels), candidate.list_credentials()
     return KnownAs(candidate.find_alias(), labels, credentials, candidate.list_parts())

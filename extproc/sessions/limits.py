@@ -261,7 +261,7 @@ WITHIN: Final = SessionSubject("", 0, 0)
 """The subject of a session within its limits."""
 
 
-class SessionGuard:
+class SessionLimiter:
     """A policy's session limits, with everything that does not depend on the request worked out at load time.
 
     Attributes:
@@ -697,7 +697,7 @@ def _raise(limit: int, more: int) -> int:
 
 
 def _list_agent_limits(limits: AgentLimits) -> list[tuple[str, str, int]]:
-    """See `SessionGuard.list_limits`."""
+    """See `SessionLimiter.list_limits`."""
     given = (
         (MAX_AGENTS, limits.agents),
         (MAX_DEPTH, limits.depth),

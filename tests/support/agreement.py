@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import extproc.policy.presets
-from extproc.engine.candidates import LoopCandidate
+from extproc.engine.guards import LoopGuard
 from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.http import HttpRequest
@@ -49,8 +49,8 @@ def judge_alone(value: object, path: str) -> str:
         if detector == "turns":
             return why
     for group in evaluation.groups:
-        for candidate in group.candidates:
-            if isinstance(candidate, LoopCandidate) and candidate.detector.name == "turns":
+        for candidate in group.active:
+            if isinstance(candidate, LoopGuard) and candidate.detector.name == "turns":
                 found = candidate.repeat
                 return candidate.detector.find_action(found).value if found is not None and found.looping else "allow"
     return "allow"

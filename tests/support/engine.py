@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from extproc.engine.candidates import Candidate
 from extproc.engine.engine import Engine
+from extproc.engine.guards import Guard
 from extproc.policy.loader import parse
 from extproc.request.http import HttpRequest
 from extproc.store.rules.windows import Count
@@ -25,7 +25,7 @@ def make_engine(*policies: Mapping[str, Any], now: datetime = NOW, shadow: bool 
     return Engine(parse({"bundle.json": json.dumps(bundle(*policies, **more)).encode()}, NOW), now, shadow=shadow)
 
 
-def keys(candidates: list[Candidate]) -> list[str]:
+def keys(candidates: list[Guard]) -> list[str]:
     """What they count under."""
     return [candidate.hit.key for candidate in candidates if candidate.hit is not None]
 

@@ -51,7 +51,7 @@ IMPORTED = {
         similar_turns tail tool_calls tools turn turns
     """,
     "engine": """
-        candidates engine evaluation handover orders plan ramp recording settlements
+        engine exchange guards handover orders plan ramp recording settlements
     """,
     "ext_proc": """
         access_log budget duplex service stream transaction upload wire

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from extproc.engine.engine import Engine
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
 from tests.support.documents import policy
@@ -60,7 +60,7 @@ def post(**headers: str) -> HttpRequest:
     return HttpRequest("POST", "/v1/chat/completions", "host", {k.replace("_", "-"): v.encode() for k, v in headers.items()})
 
 
-def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None) -> Evaluation:
+def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None) -> Exchange:
     """A check that is sealed with a body."""
     check = engine.prepare(request or post())
     assert check is not None

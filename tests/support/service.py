@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from extproc.engine.candidates import Kept
+from extproc.engine.guards import Kept
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream

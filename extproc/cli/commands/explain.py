@@ -17,10 +17,10 @@ from extproc.apis import read_path
 from extproc.budgets.guard import BUDGET, BudgetStage, make_subject
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, NOTED, Action, Outcome
-from extproc.engine.budget_candidates import BudgetCandidate
-from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
+from extproc.engine.budget_candidates import BudgetGuard
 from extproc.engine.engine import Engine
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
+from extproc.engine.guards import Guard, LoopGuard, SessionGuard
 from extproc.engine.plan import Plan
 from extproc.engine.ramp import Ramp
 from extproc.errors import UsageError
@@ -82,82 +82,78 @@ def run(options: argparse.Namespace) -> int:
             return 0
     request.hash_key = key = read_hash_key(options.hash_key_file)
     ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
-    evaluation = engine.prepare(request, key=key)
-    if evaluation is None:
+    exchange = engine.prepare(request, key=key)
+    if exchange is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
         return 0
-    reason = explain_unknowable_body(request) if evaluation.needs_body or request.opens_responses else ""
-    evaluation.read_body(None if reason else evaluation.sum_up(body), reason, body)
-    missing = [entry for group in evaluation.groups for entry in group.missing]
-    for policy, detector, why in evaluation.list_left_out():
-        if (
-            (detector, why) == (BUDGET, MISSING)
-            and evaluation.enforcing.forbidden is None
-            and not _is_charged(evaluation, policy)
-        ):
+    reason = explain_unknowable_body(request) if exchange.needs_body or request.opens_responses else ""
+    exchange.read_body(None if reason else exchange.sum_up(body), reason, body)
+    missing = [entry for group in exchange.groups for entry in group.missing]
+    for policy, detector, why in exchange.list_left_out():
+        if (detector, why) == (BUDGET, MISSING) and exchange.enforcing.forbidden is None and not _is_charged(exchange, policy):
             continue  # below, with its rules
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
         more += _list_session_keys(engine, policy) if why == UNNAMED else []
-        if (policy, why) == evaluation.enforcing.forbidden:
+        if (policy, why) == exchange.enforcing.forbidden:
             more.append(("decision", f"reject with {CHOSEN_BY_CLIENTS[why][0]}"))
         _print_rows([("policy", policy), *named, *more, ("uncounted", why)])
-    for group in evaluation.groups:
-        for candidate in group.candidates:
-            policy = candidate.plan.id
+    for group in exchange.groups:
+        for guard in group.active:
+            policy = guard.plan.id
             more = ramps.get(policy, []) + _list_missing(missing, policy, request)
-            _print_candidate(candidate, evaluation, body, more)
-    for plan in evaluation.plans:
-        _print_idle_budgets(plan, evaluation, missing)
+            _print_guard(guard, exchange, body, more)
+    for plan in exchange.plans:
+        _print_idle_budgets(plan, exchange, missing)
     return 0
 
 
-def _is_charged(evaluation: Evaluation, policy: str) -> bool:
-    return any(budget.plan.id == policy for budget in evaluation.budgets)
+def _is_charged(exchange: Exchange, policy: str) -> bool:
+    return any(budget.plan.id == policy for budget in exchange.budgets)
 
 
-def _print_idle_budgets(plan: Plan, evaluation: Evaluation, missing: Sequence[tuple[str, str]]) -> None:
+def _print_idle_budgets(plan: Plan, exchange: Exchange, missing: Sequence[tuple[str, str]]) -> None:
     """A block for a policy with budgets of which none applies."""
-    left_out = [why for policy, guard, why in evaluation.list_left_out() if (policy, guard) == (plan.id, BUDGET)]
-    explained = evaluation.enforcing.forbidden is not None if MISSING in left_out else bool(left_out)
-    if plan.budget is None or _is_charged(evaluation, plan.id) or explained:
+    left_out = [why for policy, guard, why in exchange.list_left_out() if (policy, guard) == (plan.id, BUDGET)]
+    explained = exchange.enforcing.forbidden is not None if MISSING in left_out else bool(left_out)
+    if plan.budget is None or _is_charged(exchange, plan.id) or explained:
         return
     fallback = plan.budget.fallback
     rules = [*plan.budget.rules, *([fallback] if fallback is not None else [])]
     rows: _Rows = [("policy", f"{plan.id} ({plan.mode})")]
     for planned in rules:
-        if not planned.matches(evaluation.request):
+        if not planned.matches(exchange.request):
             why = "its match does not hold"
-        elif planned.rule.cost.measured and not read_path(evaluation.request.path).asks_model:
+        elif planned.rule.cost.measured and not read_path(exchange.request.path).asks_model:
             why = "its cost is that of a model's answer, and this path asks no model"
         else:
             why = "a limit key is missing"
         rows.append(("rule", f"{planned.rule.name}: {why}"))
-    _print_rows([*rows, *_list_missing(missing, plan.id, evaluation.request), ("decision", "allow: no rule applies")])
+    _print_rows([*rows, *_list_missing(missing, plan.id, exchange.request), ("decision", "allow: no rule applies")])
 
 
-def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
-    if isinstance(candidate, LoopCandidate):
-        _print_detector(candidate, evaluation, body, more)
-    elif isinstance(candidate, SessionCandidate):
-        guard = candidate.limiter
-        calls = len(candidate.calls.records) // RECORD
-        shown = f"{count(calls, 'call')} of tools" if not candidate.unreadable else candidate.unreadable
-        dollars, model = candidate.reserve / NANO_DOLLARS, candidate.model or "no model"
+def _print_guard(guard: Guard, exchange: Exchange, body: bytes, more: _Rows) -> None:
+    if isinstance(guard, LoopGuard):
+        _print_detector(guard, exchange, body, more)
+    elif isinstance(guard, SessionGuard):
+        limiter = guard.limiter
+        calls = len(guard.calls.records) // RECORD
+        shown = f"{count(calls, 'call')} of tools" if not guard.unreadable else guard.unreadable
+        dollars, model = guard.reserve / NANO_DOLLARS, guard.model or "no model"
         rows = [
-            ("policy", f"{candidate.plan.id} ({guard.mode})"),
-            ("session", candidate.session),
+            ("policy", f"{guard.plan.id} ({limiter.mode})"),
+            ("session", guard.session),
             *more,
-            ("tenant", candidate.tenant),
-            *_show_known(candidate),
-            ("key", candidate.name_ledger()),
+            ("tenant", guard.tenant),
+            *_show_known(guard),
+            ("key", guard.name_ledger()),
             ("history", shown),
             ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
         ]
-        told = f"up to {guard.describe(candidate.session)}, then {'report: would reject' if guard.shadow else 'reject'} with "
-        _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or describe_status(final=True)}")])
-    elif isinstance(candidate, BudgetCandidate):
-        _print_budgets(candidate, more)
+        told = f"up to {limiter.describe(guard.session)}, then {'report: would reject' if limiter.shadow else 'reject'} with "
+        _print_rows([*rows, ("decision", f"allow {told}{limiter.refusal.status or describe_status(final=True)}")])
+    elif isinstance(guard, BudgetGuard):
+        _print_budgets(guard, more)
 
 
 def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
@@ -191,22 +187,22 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
     return ""
 
 
-def _print_budgets(candidate: BudgetCandidate, more: _Rows) -> None:
+def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
     """A block for each budget that the request takes from; with fixed costs, what is left is known only to the store."""
-    guard = candidate.budget
-    if candidate.oversize is not None:
-        subject = candidate.oversize
+    rules = guard.budget
+    if guard.oversize is not None:
+        subject = guard.oversize
         told = f"{subject.reason.value}: about {subject.asked:.9g} tokens, and at most {subject.limit:.9g} are allowed"
-        _print_rows([("policy", f"{candidate.plan.id} ({guard.mode})"), ("budget", subject.rule), *more, ("decision", told)])
-    for reserved in candidate.reserved:
+        _print_rows([("policy", f"{guard.plan.id} ({rules.mode})"), ("budget", subject.rule), *more, ("decision", told)])
+    for reserved in guard.reserved:
         limit, subject = reserved.limit, make_subject(reserved)
         unit = f" {subject.unit}" if subject.unit else ""
         final = reserved.take.amount > reserved.take.limit
         status = reserved.rule.refusal.status or (describe_status(final=True) if final else KILLED_STATUS)
-        refusal = f"{'report: would reject' if guard.shadow else 'reject'} with {status} ({limit.reason.value})"
+        refusal = f"{'report: would reject' if rules.shadow else 'reject'} with {status} ({limit.reason.value})"
         cost = "estimated, settled after the response" if reserved.rule.cost.measured else "fixed before the request is sent on"
         rows = [
-            ("policy", f"{candidate.plan.id} ({guard.mode})"),
+            ("policy", f"{guard.plan.id} ({rules.mode})"),
             ("budget", f"{subject.rule}: {subject.limit:.9g}{unit} in {subject.span}"),
             *more,
             ("tenant", reserved.tenant),
@@ -223,54 +219,54 @@ def _write_stage(stage: BudgetStage) -> str:
     return f"{stage.action.value}{delay} from {stage.percent:g} % on"
 
 
-def _show_known(candidate: Candidate) -> _Rows:
-    known = find_known(candidate)
+def _show_known(guard: Guard) -> _Rows:
+    known = find_known(guard)
     rows = [("credential", credential) for credential in known.credentials] + [("alias", known.alias)] * bool(known.alias)
     return rows + [("label", f"{name}: {value}") for name, value in known.labels]
 
 
-def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
-    detector, hit = candidate.detector, candidate.hit
-    rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
+def _print_detector(guard: LoopGuard, exchange: Exchange, body: bytes, more: _Rows) -> None:
+    detector, hit = guard.detector, guard.hit
+    rows = [("policy", f"{guard.plan.id} ({detector.mode})")]
     if detector.name != DEFAULT_DETECTOR or detector.looks:
         rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
-    if detector.looks and evaluation.plain is not None:
-        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(evaluation.plain), strict=False)
+    if detector.looks and exchange.plain is not None:
+        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(exchange.plain), strict=False)
     rows += more
-    rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
-    rows += _show_known(candidate)
-    for push in candidate.pushes:
+    rows += [("composite", guard.composite), ("fingerprint", guard.fingerprint), ("tenant", guard.tenant)]
+    rows += _show_known(guard)
+    for push in guard.pushes:
         kind = "chain" if isinstance(push, ChainLink) else "ring"
         rows.append((kind, f"{push.key}: earlier turns, which explain does not read"))
     if hit is not None:
         rows.append(("key", hit.key))
-    rows.append(("decision", _describe_decision(candidate)))
-    if _may_steer(candidate):
-        rows += _show_note(candidate, evaluation, body)
-    if candidate.repeat is not None and candidate.repeat.looping:
-        outcome = _make_outcome(candidate, candidate.repeat.step)
+    rows.append(("decision", _describe_decision(guard)))
+    if _may_steer(guard):
+        rows += _show_note(guard, exchange, body)
+    if guard.repeat is not None and guard.repeat.looping:
+        outcome = _make_outcome(guard, guard.repeat.step)
         if outcome.action is Action.REJECT:
-            rows.append(("message", write_loop_message(outcome, evaluation.request)))
+            rows.append(("message", write_loop_message(outcome, exchange.request)))
     _print_rows(rows)
 
 
-def _may_steer(candidate: LoopCandidate) -> bool:
+def _may_steer(guard: LoopGuard) -> bool:
     """Whether this request is steered, or a later identical one if only the store knows which."""
-    detector, found = candidate.detector, candidate.repeat
+    detector, found = guard.detector, guard.repeat
     if not detector.steers or not detector.stateless:
         return detector.steers
     return found is not None and found.looping and detector.find_action(found) in NOTED
 
 
-def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:
+def _show_note(guard: LoopGuard, exchange: Exchange, body: bytes) -> _Rows:
     """The note for the model, or why it cannot be added."""
-    detector, request = candidate.detector, evaluation.request
-    found = candidate.repeat
+    detector, request = guard.detector, exchange.request
+    found = guard.repeat
     now = found.step if found is not None and found.looping else 0
     step = next(step for step, action in enumerate(detector.actions) if step >= now and action in NOTED)
-    note = write_note(_make_outcome(candidate, step), evaluation, detector)
+    note = write_note(_make_outcome(guard, step), exchange, detector)
     try:
-        steer(request, body, note, partial(evaluation.make_marks, candidate), evaluation.document)
+        steer(request, body, note, partial(exchange.make_marks, guard), exchange.document)
     except NotEdited as why:
         return [("unsteered", f"let through with a warning: {why.reason}")]
     return [("note", note)]
@@ -282,46 +278,46 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     print()
 
 
-def _describe_decision(candidate: LoopCandidate) -> str:
+def _describe_decision(guard: LoopGuard) -> str:
     """What happens to this request, or to the one that reaches the threshold."""
-    detector, found = candidate.detector, candidate.repeat
+    detector, found = guard.detector, guard.repeat
     if not detector.stateless:
-        allowed = detector.list_thresholds(candidate.subject)[0] - 1
+        allowed = detector.list_thresholds(guard.subject)[0] - 1
         return (
-            f"allow {count(allowed, 'identical request')}, then {_describe_steps(candidate)}; "
+            f"allow {count(allowed, 'identical request')}, then {_describe_steps(guard)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
         )
     state = detector.similarity.describe(found)
     if found is None:
         return f"allow: {state}"
     if found.looping:
-        return f"{_describe_action(candidate, found.step)}; {state}"
-    return f"allow below {found.threshold} identical calls, then {_describe_steps(candidate)}; {state}"
+        return f"{_describe_action(guard, found.step)}; {state}"
+    return f"allow below {found.threshold} identical calls, then {_describe_steps(guard)}; {state}"
 
 
-def _describe_steps(candidate: LoopCandidate) -> str:
-    first, *others = candidate.detector.list_thresholds(candidate.subject)
-    begins = candidate.repeat.threshold if candidate.repeat is not None else first  # a tool may have a threshold of its own
+def _describe_steps(guard: LoopGuard) -> str:
+    first, *others = guard.detector.list_thresholds(guard.subject)
+    begins = guard.repeat.threshold if guard.repeat is not None else first  # a tool may have a threshold of its own
     later = [(step, threshold - first + begins) for step, threshold in enumerate(others, 1)]
-    described = [f"from {threshold} on {_describe_action(candidate, step)}" for step, threshold in later]
-    return ", ".join([_describe_action(candidate, 0), *described])
+    described = [f"from {threshold} on {_describe_action(guard, step)}" for step, threshold in later]
+    return ", ".join([_describe_action(guard, 0), *described])
 
 
-def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
+def _make_outcome(guard: LoopGuard, step: int) -> Outcome:
     """The outcome of the request that reaches the threshold of this step."""
-    detector, found, subject = candidate.detector, candidate.repeat, candidate.subject
+    detector, found, subject = guard.detector, guard.repeat, guard.subject
     threshold = detector.list_thresholds(subject)[step]
     last = step == len(detector.actions) - 1 and not (found is not None and found.held)
-    cooldown_ms = candidate.hit.cooldown_ms if isinstance(candidate.hit, Hit) and last else 0
+    cooldown_ms = guard.hit.cooldown_ms if isinstance(guard.hit, Hit) and last else 0
     if found is not None and not found.looping:
         found = found._replace(count=found.threshold, step=step)
     counted = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
-    return detector.judge(candidate.fingerprint, candidate.tenant, counted, subject, found)
+    return detector.judge(guard.fingerprint, guard.tenant, counted, subject, found)
 
 
-def _describe_action(candidate: LoopCandidate, step: int) -> str:
-    outcome = _make_outcome(candidate, step)
-    framed = candidate.subject.frame("", "")
+def _describe_action(guard: LoopGuard, step: int) -> str:
+    outcome = _make_outcome(guard, step)
+    framed = guard.subject.frame("", "")
     status = (outcome.refusal.status or describe_status(final=outcome.retry_after is None)) if framed is None else framed.status
     answer = "an answer of the API, or if that is unknown with " if outcome.refusal.completes else ""
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
@@ -332,7 +328,7 @@ def _describe_action(candidate: LoopCandidate, step: int) -> str:
         "steer": "steer",
         "warn": "warn",
     }[outcome.action.value]
-    return f"report: would {told}" if candidate.detector.shadow else told
+    return f"report: would {told}" if guard.detector.shadow else told
 
 
 def _read_body(data: str | None) -> bytes:

@@ -8,7 +8,7 @@ from extproc.cli.replay.records import Recorded
 from extproc.decision import Action, Decision
 from extproc.engine.counting import HERE, Counting, Counts
 from extproc.engine.engine import Engine
-from extproc.engine.evaluation import CandidateGroup, Evaluation
+from extproc.engine.exchange import Exchange, Guards
 from extproc.metrics import Metrics
 from extproc.request.document import NotCounted
 from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
@@ -37,44 +37,44 @@ class Judge:
         """The number of live fingerprints dropped for lack of room, which makes some counts too low."""
         return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
 
-    def judge(self, recorded: Recorded) -> tuple[Evaluation, Decision] | None:
+    def judge(self, recorded: Recorded) -> tuple[Exchange, Decision] | None:
         """What the policies decide about the next request; None if no policy is asked."""
         request = recorded.make_request()
         if self._is_killed(request, recorded.time):
             self.killed += 1
             return None
-        evaluation = self._prepare(recorded, request)
-        if evaluation is None:
+        exchange = self._prepare(recorded, request)
+        if exchange is None:
             self.unmatched += 1
             return None
-        decision = evaluation.decide(self._count(evaluation.enforcing), self._count(evaluation.shadow))
+        decision = exchange.decide(self._count(exchange.enforcing), self._count(exchange.shadow))
         # Give back what a refused request took from sessions and budgets; a shadow policy's refusal, from its own
         # budgets
-        refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
+        refused = decision.action is Action.REJECT or exchange.enforcing.forbidden is not None
         if refused:
-            self._store.hit([each.take_back(REFUSED) for each in evaluation.sessions if each.is_let_through])
+            self._store.hit([each.take_back(REFUSED) for each in exchange.sessions if each.is_let_through])
         else:
-            self._counting.join_sessions(evaluation.sessions)
+            self._counting.join_sessions(exchange.sessions)
         in_shadow = decision.shadow is not None and decision.shadow.action is Action.REJECT
-        budgets = evaluation.budgets if refused else evaluation.shadow.budgets if in_shadow else ()
+        budgets = exchange.budgets if refused else exchange.shadow.budgets if in_shadow else ()
         self._store.hit([take for budget in budgets for take in budget.list_give_backs(here=False)])
-        return evaluation, decision
+        return exchange, decision
 
-    def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
+    def _prepare(self, recorded: Recorded, request: HttpRequest) -> Exchange | None:
         """Evaluate a recorded request up to the point where it is counted; None if no policy matches it."""
         key = self._recorded_key if recorded.partial else self._key
-        evaluation = self._engine.prepare(request, pinned=self._pinned, key=key)
-        if evaluation is None:
+        exchange = self._engine.prepare(request, pinned=self._pinned, key=key)
+        if exchange is None:
             return None
         self._now = recorded.time
         content = recorded.content
         if content is None:
-            evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
-            return evaluation
+            exchange.read_body(recorded.sums, recorded.unknown, None, "no_body")
+            return exchange
         # This reads headers that a partial record does not have; they were read when it was recorded.
-        reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
-        evaluation.read_body(None if reason else evaluation.sum_up(content), reason, content)
-        return evaluation
+        reason = explain_unknowable_body(exchange.request) if exchange.needs_body and not recorded.partial else ""
+        exchange.read_body(None if reason else exchange.sum_up(content), reason, content)
+        return exchange
 
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:
@@ -82,7 +82,7 @@ class Judge:
         except NotCounted:  # the switch needs an unrecorded value; killed requests are never recorded
             return False
 
-    def _count(self, group: CandidateGroup) -> Counts:
+    def _count(self, group: Guards) -> Counts:
         counts = self._counting.count(group)
         if not isinstance(counts, HERE):
             raise TypeError("counts in memory are there at once")

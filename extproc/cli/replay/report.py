@@ -11,7 +11,7 @@ from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.engine import Engine
-from extproc.engine.evaluation import Evaluation, group_by_policy
+from extproc.engine.exchange import Exchange, group_by_policy
 from extproc.logs import escape_controls
 from extproc.operator.after_notes import ARMS, NoteFollower, describe_after
 from extproc.operator.sketch import Sketch
@@ -87,22 +87,22 @@ class ReplayReport:
         self._requests = 0
         self._follower = NoteFollower()
 
-    def add(self, entry: LogEntry, judged: tuple[Evaluation, Decision] | None) -> None:
+    def add(self, entry: LogEntry, judged: tuple[Exchange, Decision] | None) -> None:
         """Count one request."""
         self._requests += 1
         if judged is None:
             return
-        evaluation, decision = judged
-        for change in self._follower.follow(evaluation, decision):
+        exchange, decision = judged
+        for change in self._follower.follow(exchange, decision):
             self._get_policy(change.outcome.policy, change.outcome.mode).after[change.arm][change.after] += 1
         for outcome in group_by_policy(decision.trace):
-            self._add_outcome(entry, outcome, evaluation.request)
-        for policy, reason in evaluation.list_uncounted():
+            self._add_outcome(entry, outcome, exchange.request)
+        for policy, reason in exchange.list_uncounted():
             uncounted = self._get_policy(policy).uncounted
             uncounted[reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER] += 1
-        if evaluation.enforcing.forbidden is not None and decision.action is not Action.REJECT:
-            self._get_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
-        for group in evaluation.groups:
+        if exchange.enforcing.forbidden is not None and decision.action is not Action.REJECT:
+            self._get_policy(exchange.enforcing.forbidden[0]).uncountable += 1
+        for group in exchange.groups:
             for policy, error in group.failures:
                 text = f"{entry.place}: {policy}: {type(error).__name__}: {error}"
                 self._get_policy(policy).failed += 1

@@ -25,8 +25,8 @@ from extproc.decision import STRONG, Action, Repeat
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History
 from extproc.detectors.turn import AnyTurn, Turn
 from extproc.detectors.turns import Turns
-from extproc.engine.candidates import make_excerpt
 from extproc.engine.engine import Engine
+from extproc.engine.guards import make_excerpt
 from extproc.engine.plan import Detector
 from extproc.policy.loader import load
 from extproc.policy.presets import DEFAULT_PRESET, find_preset

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from extproc.budgets.guard import Reservation, make_subject
 from extproc.budgets.subject import DOLLAR_UNIT, TOKEN_UNIT, BudgetSubject
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine.budget_candidates import BudgetCandidate
+from extproc.engine.budget_candidates import BudgetGuard
 from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_entries_head, write_text, write_text_head
 
 RULE: Final = "budget_rule"
@@ -99,7 +99,7 @@ _Tightest: TypeAlias = tuple[str, Reservation | None, Reservation | None]
 """A policy, and its budget of which the smallest share is left: of all that have headers, and of those that count tokens."""
 
 
-def _find_tightest(budgets: list[BudgetCandidate]) -> _Tightest:
+def _find_tightest(budgets: list[BudgetGuard]) -> _Tightest:
     first = budgets[0].reserved if budgets else _NONE
     if len(first) == 1 and len(budgets) == 1 and first[0].limit.has_headers and first[0].taken is not None:  # usually
         only = first[0]
@@ -120,7 +120,7 @@ def _find_tightest(budgets: list[BudgetCandidate]) -> _Tightest:
     return policy, reserved, tokens
 
 
-def describe_budgets(budgets: list[BudgetCandidate], decision: Decision) -> dict[str, Any]:
+def describe_budgets(budgets: list[BudgetGuard], decision: Decision) -> dict[str, Any]:
     """Metadata about the tightest budget, from which Envoy can write response headers; empty if no rule applies.
 
     A refusal is about the budget that refuses, so it has the values of its headers.
@@ -144,7 +144,7 @@ def describe_budgets(budgets: list[BudgetCandidate], decision: Decision) -> dict
     return {**headers, **more, RULE: subject.rule}
 
 
-def write_budgets(budgets: list[BudgetCandidate], calls: str) -> bytes:
+def write_budgets(budgets: list[BudgetGuard], calls: str) -> bytes:
     """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
     policy, reserved, tokens = _find_tightest(budgets)
     if reserved is None or reserved.taken is None:

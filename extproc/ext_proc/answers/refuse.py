@@ -11,7 +11,7 @@ from extproc.apis import find_endpoint
 from extproc.apis.api import Completion, Question, Refusal
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
 from extproc.engine.plan import Plan
 from extproc.ext_proc.answers.budgets import list_refusal_headers
 from extproc.ext_proc.answers.go_on import set_headers
@@ -39,13 +39,13 @@ _RESOURCE_EXHAUSTED = 8
 _UNAVAILABLE = 14
 
 
-def refuse(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation) -> bytes:
+def refuse(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> bytes:
     """The immediate response for the strictest outcome."""
     if isinstance(lead.subject, SessionSubject):
-        return refuse_session(lead, lead.subject, metadata, evaluation.request, evaluation.content)
+        return refuse_session(lead, lead.subject, metadata, exchange.request, exchange.content)
     if isinstance(lead.subject, BudgetSubject):
-        return refuse_budget(lead, lead.subject, metadata, evaluation.request, evaluation.content)
-    return refuse_loop(lead, metadata, evaluation)
+        return refuse_budget(lead, lead.subject, metadata, exchange.request, exchange.content)
+    return refuse_loop(lead, metadata, exchange)
 
 
 def refuse_budget(
@@ -90,18 +90,18 @@ def refuse_session(
     return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
-def refuse_loop(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation) -> bytes:
+def refuse_loop(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> bytes:
     """The immediate response for a loop."""
-    request = evaluation.request
+    request = exchange.request
     message = write_loop_message(lead, request)
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
-    status = lead.refusal.status or choose_status(request, evaluation.content, final=lead.retry_after is None)
+    status = lead.refusal.status or choose_status(request, exchange.content, final=lead.retry_after is None)
     refusal = Refusal(status, message, reason.value, _LOOP, detail)
     framed = lead.subject.frame(message, request.read_header("accept"))
     if framed is None:
-        answer = evaluation.frame_answer(lead, message) if lead.refusal.completes else ""
-        framed = _frame(refusal, request, evaluation.content, answer)
+        answer = exchange.frame_answer(lead, message) if lead.refusal.completes else ""
+        framed = _frame(refusal, request, exchange.content, answer)
     headers = [
         # Together these stop SDKs that would sleep and retry, and still tell other clients when to retry.
         ("x-should-retry", "false"),

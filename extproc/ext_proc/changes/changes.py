@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Final
 
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
 from extproc.ext_proc.answers.go_on import NARROWED, STEERED
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.edits import NotEdited
@@ -103,29 +103,29 @@ class Changes:
         self._reporter = reporter
         self._budget = budget
 
-    def apply(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
+    def apply(self, exchange: Exchange, decision: Decision, original: Original) -> tuple[Decision, Changed]:
         """Edit a request's body as its policies require.
 
         Returns:
             the decision, which differs if an edit was impossible, and the result of the edits.
         """
-        tenant = evaluation.find_tenant()
+        tenant = exchange.find_tenant()
         began = perf_counter()  # the thread's clock is a system call, which takes about 1 us
         if original.content is not None and not self._budget.allows(tenant, began):
             original = Original(None, "inspect_budget")
         changed = UNCHANGED
-        if evaluation.is_narrowed:
-            decision, changed = self._narrow(evaluation, decision, original)
-        if evaluation.asks_usage and decision.action is not Action.REJECT:
-            changed = self._request_usage(evaluation, original, changed)
+        if exchange.is_narrowed:
+            decision, changed = self._narrow(exchange, decision, original)
+        if exchange.asks_usage and decision.action is not Action.REJECT:
+            changed = self._request_usage(exchange, original, changed)
         if decision.steer is not None and decision.action is not Action.REJECT:
-            decision, changed = self._steer(evaluation, decision, decision.steer, original, changed)
+            decision, changed = self._steer(exchange, decision, decision.steer, original, changed)
         self._budget.spend(tenant, min(perf_counter() - began, _MOST_SECONDS))
         return decision, changed
 
-    def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
+    def _narrow(self, exchange: Exchange, decision: Decision, original: Original) -> tuple[Decision, Changed]:
         """Remove or forbid tools of the request, or refuse it if that is impossible and none may be called."""
-        sessions = evaluation.enforcing.sessions
+        sessions = exchange.enforcing.sessions
         narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
         strict = [session for session, narrowing in narrowed if narrowing.every]
         tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
@@ -136,8 +136,8 @@ class Changes:
         most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
         try:
             without = None if strict else tools
-            whole, document = original.read(most), evaluation.document
-            body = narrow(evaluation.request, whole, without, kept=kept - tools, scarce=scarce, document=document)
+            whole, document = original.read(most), exchange.document
+            body = narrow(exchange.request, whole, without, kept=kept - tools, scarce=scarce, document=document)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
@@ -147,40 +147,38 @@ class Changes:
             return decision.refuse_instead(emptied[0].refuse_unnarrowed()), UNCHANGED
         return decision, UNCHANGED if body == original.content else Changed([body], (NARROWED,))
 
-    def _request_usage(self, evaluation: Evaluation, original: Original, changed: Changed) -> Changed:
+    def _request_usage(self, exchange: Exchange, original: Original, changed: Changed) -> Changed:
         """Ask for the usage of a stream. If that is impossible, its cost is estimated, and reported as such."""
-        most = max([plan.steers for plan in evaluation.list_asking()])
+        most = max([plan.steers for plan in exchange.list_asking()])
         try:
             body = b"".join(changed.body) if changed.body is not None else original.read(most)
-            pieces = request_usage(evaluation.request, body, evaluation.document)
+            pieces = request_usage(exchange.request, body, exchange.document)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._find_reason(error)
             return changed
         return changed if len(pieces) == 1 else Changed(pieces, changed.marks)
 
     def _steer(
-        self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
+        self, exchange: Exchange, decision: Decision, outcome: Outcome, original: Original, changed: Changed
     ) -> tuple[Decision, Changed]:
         """Add a note to the request, or let it continue with a warning if that is impossible."""
         try:
-            candidate = evaluation.find_candidate(outcome)
-            body = b"".join(changed.body) if changed.body is not None else original.read(candidate.plan.steers)
-            note = write_note(outcome, evaluation, candidate.guard)
-            make_marks = partial(evaluation.make_marks, candidate)
+            guard = exchange.find_guard(outcome)
+            body = b"".join(changed.body) if changed.body is not None else original.read(guard.plan.steers)
+            note = write_note(outcome, exchange, guard.compiled)
+            make_marks = partial(exchange.make_marks, guard)
             marks = *changed.marks, STEERED
             if outcome.action is Action.LAND:
-                add_note = partial(steer, evaluation.request, body, note, make_marks, evaluation.document)
-                return decision, self._land(evaluation, outcome, add_note, marks)
-            return decision, Changed(steer(evaluation.request, body, note, make_marks, evaluation.document), marks)
+                add_note = partial(steer, exchange.request, body, note, make_marks, exchange.document)
+                return decision, self._land(exchange, outcome, add_note, marks)
+            return decision, Changed(steer(exchange.request, body, note, make_marks, exchange.document), marks)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
 
-    def _land(
-        self, evaluation: Evaluation, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[bytes, ...]
-    ) -> Changed:
+    def _land(self, exchange: Exchange, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[bytes, ...]) -> Changed:
         """Add a note and forbid all tools; where that is impossible, the note has to do. Raises what `steer` does."""
-        landing = _Landing(evaluation.request.path)
+        landing = _Landing(exchange.request.path)
         try:
             noted = add_note(landing.forbid_tools)
         except Exception as error:

@@ -11,8 +11,8 @@ from typing import Final
 from extproc.apis import locate_results
 from extproc.apis.places import add_notes
 from extproc.decision import Action, Outcome
-from extproc.engine.candidates import Guard
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
+from extproc.engine.guards import Compiled
 from extproc.engine.plan import Detector
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import Document, NotCounted
@@ -65,11 +65,11 @@ def steer(  # noqa: PLR0913  # all that an edit depends on
         raise NotEdited(why.reason) from None
 
 
-def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard) -> str:
+def write_note(outcome: Outcome, exchange: Exchange, guard: Compiled) -> str:
     """Write the note about an outcome, with the operator's template if the guard has one."""
-    found = evaluation.find_cause(outcome.repeat)
+    found = exchange.find_cause(outcome.repeat)
     cause, remedy = (found.text, found.advice) if found is not None else ("", "")
-    advice = outcome.subject.advise(outcome, evaluation.request.method, evaluation.request.path)
+    advice = outcome.subject.advise(outcome, exchange.request.method, exchange.request.path)
     repeat = outcome.repeat
     own = guard.steer_note and guard.steer_note.format(
         what=advice.what,
@@ -96,7 +96,7 @@ def _end(words: str) -> str:
     return f"{words}." if words and words[-1].isalnum() else words
 
 
-def _look_ahead(outcome: Outcome, guard: Guard) -> tuple[str, str]:
+def _look_ahead(outcome: Outcome, guard: Compiled) -> tuple[str, str]:
     """What was said before, and what will happen next; empty where that is unknown."""
     outlook = _OUTLOOK if guard.refuses_later else ""
     if not isinstance(guard, Detector):

@@ -11,8 +11,8 @@ from hashlib import blake2b
 from typing import Final, TypeAlias
 
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine.candidates import Candidate, SessionCandidate
-from extproc.engine.evaluation import Evaluation, group_by_policy
+from extproc.engine.exchange import Exchange, group_by_policy
+from extproc.engine.guards import Guard, SessionGuard
 from extproc.metrics import Counts, Metrics
 from extproc.operator.after_notes import AfterNote
 from extproc.operator.conversation_table import name_conversation
@@ -200,18 +200,18 @@ class Pairs:
     def _list_counts(self, names: Sequence[str]) -> list[Counts]:
         return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
 
-    def compare(self, evaluation: Evaluation, decision: Decision, *, refused: bool) -> None:
+    def compare(self, exchange: Exchange, decision: Decision, *, refused: bool) -> None:
         """Count a decided request, or the part of it that could be decided; a refused request is not forwarded."""
         trace = group_by_policy(decision.trace)
-        evaluation.trace = trace
+        exchange.trace = trace
         for outcome in trace:
             for pair in self._by_live.get(outcome.policy, ()):
                 pair.live_counted += 1
             tried = self._by_candidate.get(outcome.policy)
             if tried is not None:
-                live = _find_outcome(trace, tried.pairing.live) or _find_outcome(evaluation.earlier, tried.pairing.live)
-                _compare(tried, live, outcome, evaluation, refused=refused)
-        for change in evaluation.after_notes:
+                live = _find_outcome(trace, tried.pairing.live) or _find_outcome(exchange.earlier, tried.pairing.live)
+                _compare(tried, live, outcome, exchange, refused=refused)
+        for change in exchange.after_notes:
             self._count_after(change)
 
     def _count_after(self, change: AfterNote) -> None:
@@ -229,7 +229,7 @@ def name_after(who: str, arm: str, after: str) -> str:
     return f"{who} {arm} {after}"
 
 
-def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: Evaluation, *, refused: bool) -> None:
+def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, exchange: Exchange, *, refused: bool) -> None:
     """Count one request for a pair; there is nothing to compare if the candidate already enforces."""
     if candidate.mode == "enforce":
         pair.compared_with_live += live is not None
@@ -237,7 +237,7 @@ def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: E
         return
     about = pair.compare(live, candidate, refused=refused)
     if about:
-        _keep_disagreement(pair, about, evaluation, candidate if live is None or about not in _LIVE_ALONE else live)
+        _keep_disagreement(pair, about, exchange, candidate if live is None or about not in _LIVE_ALONE else live)
 
 
 def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
@@ -247,17 +247,17 @@ def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
     return None
 
 
-def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
+def _keep_disagreement(pair: Pair, about: str, exchange: Exchange, outcome: Outcome) -> None:
     """Keep what a person wants to know about a disagreement; `outcome` is that of the policy that acts, or acts more."""
-    request = evaluation.request
+    request = exchange.request
     tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
     method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
     pair.disagreements.add((about, method, path, outcome.tenant, outcome.detector, tool))
     if about == "extra":
-        session = _find_session(pair, evaluation, outcome)
+        session = _find_session(pair, exchange, outcome)
         if session:
             pair.refused_sessions.add(_hash_names(outcome.tenant, session))
-        pair.refused_loops.add(_hash_names(*name_conversation(evaluation, [outcome])))
+        pair.refused_loops.add(_hash_names(*name_conversation(exchange, [outcome])))
 
 
 def _hash_names(tenant: str, name: str) -> str:
@@ -265,17 +265,17 @@ def _hash_names(tenant: str, name: str) -> str:
     return blake2b(f"{tenant}\n{name}".encode("utf-8", "surrogatepass"), digest_size=_DIGEST).hexdigest()
 
 
-def _find_session(pair: Pair, evaluation: Evaluation, outcome: Outcome) -> str:
+def _find_session(pair: Pair, exchange: Exchange, outcome: Outcome) -> str:
     """The session of a request that a candidate would refuse, 16 hex digits; empty where it names none.
 
     It is called what it is called elsewhere: by the detector that refuses, by others of the policy, limits of sessions before
     all, by the enforcing policy, or else by the headers that agents send anyway.
     """
-    looking = [each for group in evaluation.groups for each in group.candidates if each.session and each.plan.id in pair.labels]
+    looking = [each for group in exchange.groups for each in group.active if each.session and each.plan.id in pair.labels]
     if not looking:
-        return _SENT_ANYWAY.find(_SENT_ANYWAY.read(evaluation.request), None)
+        return _SENT_ANYWAY.find(_SENT_ANYWAY.read(exchange.request), None)
 
-    def rank(each: Candidate) -> tuple[bool, bool, bool]:
-        return each.plan.id != outcome.policy, each.guard.name != outcome.detector, not isinstance(each, SessionCandidate)
+    def rank(each: Guard) -> tuple[bool, bool, bool]:
+        return each.plan.id != outcome.policy, each.compiled.name != outcome.detector, not isinstance(each, SessionGuard)
 
     return min(looking, key=rank).session

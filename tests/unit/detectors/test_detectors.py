@@ -13,8 +13,8 @@ import pytest
 
 from extproc.decision import Repeat
 from extproc.detectors import KINDS, Similarity
-from extproc.engine.candidates import LoopCandidate
 from extproc.engine.engine import Engine
+from extproc.engine.guards import LoopGuard
 from extproc.errors import ProtocolError
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
@@ -63,8 +63,8 @@ def chat(*texts: str, **more: object) -> bytes:
 
 def composites(*policies: Mapping[str, Any], data: bytes, request: HttpRequest | None = None) -> list[str]:
     """What is fingerprinted, after the body's checksum."""
-    candidates = looked_into(make_engine(*policies), data, request).enforcing.candidates
-    return [entry.composite.split("|", 4)[4] for entry in candidates if isinstance(entry, LoopCandidate)]
+    candidates = looked_into(make_engine(*policies), data, request).enforcing.active
+    return [entry.composite.split("|", 4)[4] for entry in candidates if isinstance(entry, LoopGuard)]
 
 
 def sent(service: Service, data: bytes, *, times: int = 1, **more: Any) -> Any:  # noqa: ANN401  # a ProcessingResponse
@@ -107,7 +107,7 @@ def test_a_single_detector_counts_where_it_always_did(more: dict[str, Any], key:
 
     check.read_body(NO_BODY.plus(b'{"model": "m"}'))
 
-    assert keys(check.enforcing.candidates + check.shadow.candidates) == [key]
+    assert keys(check.enforcing.active + check.shadow.active) == [key]
 
 
 def test_each_detector_of_a_policy_has_keys_of_its_own() -> None:
@@ -121,7 +121,7 @@ def test_each_detector_of_a_policy_has_keys_of_its_own() -> None:
         TAIL | {"name": "t"},
     )
 
-    found = keys(looked_into(make_engine(several("p", *loops)), looping(1)).enforcing.candidates)
+    found = keys(looked_into(make_engine(several("p", *loops)), looping(1)).enforcing.active)
 
     names = [key.split(":")[:4] for key in found]
     assert names == [
@@ -270,7 +270,7 @@ def enforced(engine: Engine, data: bytes) -> object:
         check = looked_into(engine, data)
     except Exception as error:  # noqa: BLE001  # what counts is that it is the same error
         return repr(error)
-    ours = [(entry.plan.id, entry.composite, entry.hit, entry.repeat) for entry in check.enforcing.candidates]
+    ours = [(entry.plan.id, entry.composite, entry.hit, entry.repeat) for entry in check.enforcing.active]
     return ours, [item for item in check.list_uncounted() if item[0] == "e"]
 
 
@@ -372,7 +372,7 @@ def test_bypass_takes_what_has_all_of_an_entry(entries: list[dict[str, Any]], re
     check = make_engine(with_spec(policy("p", ANY), bypass=entries)).prepare(request_)
     assert check is not None
 
-    assert [entry.plan.id for entry in check.enforcing.candidates] == ([] if bypassed else ["p"])
+    assert [entry.plan.id for entry in check.enforcing.active] == ([] if bypassed else ["p"])
     assert check.list_uncounted() == ([("p", "bypass")] if bypassed else [])
 
 
@@ -456,7 +456,7 @@ def test_a_missing_descriptor_of_the_body_can_skip(data: bytes) -> None:
     """With `skip` a request whose body does not name its caller is not counted."""
     check = looked_into(make_engine(policy("p", ANY, limit_keys=["body:/user"], missing_descriptor="skip")), data)
 
-    assert check.enforcing.candidates == []
+    assert check.enforcing.active == []
     assert check.list_uncounted() == [("p", "missing_descriptor")]
 
 
@@ -465,7 +465,7 @@ def test_a_descriptor_of_the_body_is_bounded(length: int, counted: bool) -> None
     """A value longer than any descriptor may be leaves the request uncounted instead of being cut."""
     check = looked_into(make_engine(policy("p", ANY, limit_keys=["body:/user"])), encoded({"user": "x" * length}))
 
-    assert [entry.plan.id for entry in check.enforcing.candidates] == (["p"] if counted else [])
+    assert [entry.plan.id for entry in check.enforcing.active] == (["p"] if counted else [])
     assert check.list_uncounted() == ([] if counted else [("p", "descriptor_too_long")])
 
 

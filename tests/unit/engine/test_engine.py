@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from extproc.decision import Action, Outcome, RefusalForm, Repeat
 from extproc.detectors import make_similarity
 from extproc.detectors.base import format_duration
-from extproc.engine.evaluation import group_by_policy
+from extproc.engine.exchange import group_by_policy
 from extproc.ext_proc.service import Service
 from extproc.policy.bundle import LoopDetection
 from tests.support.budget_policies import ask, bucket, chat, limited, refused, serve

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.engine.candidates import Kept
+from extproc.engine.guards import Kept
 from extproc.ext_proc.budget import BURST_SECONDS
 from extproc.ext_proc.service import Service
 from extproc.store.pushes import AnyPush

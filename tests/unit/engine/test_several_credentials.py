@@ -60,7 +60,7 @@ def judge(path: str = MESSAGES, keys: Any = ("credential",), claims: Any = None,
     )
     evaluation = make_engine(policy("p", ANY, limit_keys=[*keys])).prepare(request, key=KEY)
     assert evaluation is not None
-    return [dict(candidate.values) for candidate in evaluation.enforcing.candidates]
+    return [dict(candidate.values) for candidate in evaluation.enforcing.active]
 
 
 PAIRS = [
@@ -273,7 +273,7 @@ def test_a_body_is_read_once_for_all_callers() -> None:
 
     evaluation.read_body(NO_BODY.plus(data), content=data)
 
-    loop, session, other_loop, other_session = evaluation.enforcing.candidates
+    loop, session, other_loop, other_session = evaluation.enforcing.active
     assert other_loop.memory is loop.memory
     assert other_session.calls is session.calls  # type: ignore[attr-defined]  # of a SessionCandidate
     assert loop.tenant != other_loop.tenant
@@ -293,7 +293,7 @@ def test_a_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: boo
     replayed = Judge(engine, 100, HashKey()).judge(parse_line(json.dumps({"loop_record": made}).encode()))
 
     assert replayed is not None
-    values = [each.values for each in live.enforcing.candidates]
+    values = [each.values for each in live.enforcing.active]
     assert len(values) > 1
-    assert [each.values for each in replayed[0].enforcing.candidates] == values
+    assert [each.values for each in replayed[0].enforcing.active] == values
     assert "sk-real" not in json.dumps(made)

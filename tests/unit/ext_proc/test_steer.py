@@ -284,7 +284,7 @@ def test_a_note_is_not_compared(similarity: str) -> None:
     sent = looping(3)
     noted = changed(ask(make_service(policy("p", ANY, **TURNS)), sent))
 
-    plain, second = [looked_into(engine, data).enforcing.candidates[0] for data in (sent, noted)]
+    plain, second = [looked_into(engine, data).enforcing.active[0] for data in (sent, noted)]
 
     assert (plain.fingerprint, plain.repeat) == (second.fingerprint, second.repeat)
 

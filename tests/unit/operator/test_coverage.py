@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from extproc.engine.evaluation import Evaluation
+from extproc.engine.exchange import Exchange
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.coverage_report import describe_coverage, make_report
 from extproc.operator.board import View, unpack_all
@@ -79,7 +79,7 @@ def test_the_numbers_of_a_hostile_configuration_are_bounded() -> None:
     coverage = Coverage({}, 0.0)
     for number in range(30_000):
         request = HttpRequest("POST", "/", "", {}, StatedFacts(route=blake2b(b"%d" % number).hexdigest()))
-        evaluation = Evaluation(request)
+        evaluation = Exchange(request)
         evaluation.enforcing.left_out = [("p", "default", "not_json")]
         coverage.note(evaluation)
 

@@ -284,7 +284,7 @@ def test_a_record_has_hashes_and_replays_as_the_same_caller(path: str, sent: dic
     line = json.dumps({"loop_record": told["record"]}).encode()
     replayed = Judge(make_engine(*policies), 100, HashKey()).judge(parse_line(line))
     assert replayed is not None
-    assert replayed[0].enforcing.candidates[0].tenant == told["tenant"]
+    assert replayed[0].enforcing.active[0].tenant == told["tenant"]
     assert SECRET not in json.dumps(told)
     for name in ("x_litellm_api_key", "x_auth_session_id"):
         assert name not in sent or told["record"]["headers"][name.replace("_", "-")] == HIDDEN

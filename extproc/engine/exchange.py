@@ -1,8 +1,8 @@
 """One request on its way through the policies that match it.
 
 Pure: no clock, no asyncio, no store. The caller runs the steps: `admit` the policies, `read_body`, let the store count the hits
-of each group, `decide`. Enforcing and shadow candidates stay in two separate groups, so that a shadow policy can never affect
-the answer. The methods of a group catch the failures of its candidates: such a candidate is removed, and the other verdicts
+of each group, `decide`. Enforcing and shadow guards stay in two separate groups, so that a shadow policy can never affect
+the answer. The methods of a group catch the failures of its guards: such a guard is removed, and the other verdicts
 stand.
 """
 
@@ -21,17 +21,17 @@ from extproc.budgets.guard import BUDGET
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
 from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.own_answers import leave_out_answers
-from extproc.engine.budget_candidates import BudgetCandidate
+from extproc.engine.budget_candidates import BudgetGuard
 from extproc.engine.budget_plan import BudgetPlan
-from extproc.engine.candidates import (
+from extproc.engine.guards import (
     NO_LABELS,
     NOT_CHANGING,
     Answer,
-    Candidate,
+    Guard,
     Kept,
-    LoopCandidate,
+    LoopGuard,
     RequestBody,
-    SessionCandidate,
+    SessionGuard,
     make_excerpt,
 )
 from extproc.engine.orders import ActiveOverride, Overrides
@@ -46,7 +46,7 @@ from extproc.request.fingerprint import NO_BODY, Body, join_descriptors
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import RARE, Marks, cut_notes, frame_answer
-from extproc.sessions.limits import SessionGuard
+from extproc.sessions.limits import SessionLimiter
 from extproc.sessions.trees import NO_AGENT, WireAgent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
@@ -54,8 +54,8 @@ from extproc.store.rules.session import Question
 from extproc.store.rules.take_back import COUNTED
 from extproc.store.rules.windows import UNCOUNTED
 
-_NO_SESSIONS: Final[list[SessionCandidate]] = []
-_NO_BUDGETS: Final[list[BudgetCandidate]] = []
+_NO_SESSIONS: Final[list[SessionGuard]] = []
+_NO_BUDGETS: Final[list[BudgetGuard]] = []
 
 _MANY_OBJECTS: Final = 32_768
 """A body of this many bytes may contain so many objects that garbage collection takes long."""
@@ -66,29 +66,29 @@ _SHARE_BYTES: Final = 8
 _encode: Final = json.Encoder().encode
 
 
-class CandidateGroup:
-    """The enforcing candidates of a request, or its shadow candidates.
+class Guards:
+    """The enforcing guards of a request, or its shadow guards.
 
     Attributes:
-        shadow: the candidates only watch.
-        candidates: the guards that may judge the request.
-        needs_body: a candidate cannot count the request without its body.
+        shadow: the guards only watch.
+        active: the guards that may judge the request.
+        needs_body: a guard cannot count the request without its body.
         left_out: (policy, detector, reason) for each that matched but does not count this request; no detector means all.
         forbidden: (policy, reason) of the first of these whose policy refuses uncounted requests; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
-        failures: (policy, error) of candidates that raised, or could not be counted because of an internal error.
-        remembers: a candidate has pushes that were not sent to the store yet.
-        sessions: the candidates that limit sessions, including those left out.
-        budgets: the candidates that limit what callers use, including those left out.
+        failures: (policy, error) of guards that raised, or could not be counted because of an internal error.
+        remembers: a guard has pushes that were not sent to the store yet.
+        sessions: the guards that limit sessions, including those left out.
+        budgets: the guards that limit what callers use, including those left out.
         contradicted: policies with a detector for which headers contradict the body.
-        several: a guard has candidates for several callers, because the request shows several credentials.
+        several: some are for other callers, because the request shows several credentials.
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
         spared: outcomes that an operator's order to allow the request has prevented.
     """
 
     __slots__ = (
+        "active",
         "budgets",
-        "candidates",
         "changing",
         "contradicted",
         "failures",
@@ -107,7 +107,7 @@ class CandidateGroup:
         self.shadow = shadow
         self.several = False
         self.needs_body = False
-        self.candidates: list[Candidate] = []
+        self.active: list[Guard] = []
         self.left_out: list[tuple[str, str, str]] = []
         self.failures: list[tuple[str, Exception]] = []
         self.missing: list[tuple[str, str]] = []
@@ -121,8 +121,8 @@ class CandidateGroup:
 
     @property
     def inspects(self) -> bool:
-        """Whether a candidate's policy inspects bodies."""
-        return any(candidate.plan.inspects > 0 for candidate in self.candidates)
+        """Whether a guard's policy inspects bodies."""
+        return any(guard.plan.inspects > 0 for guard in self.active)
 
     def acts_on(self, plan: Plan, ramp: Ramp, request: HttpRequest) -> bool:
         """Whether a plan with a ramp acts on the request's caller; in doubt it does not."""
@@ -135,10 +135,10 @@ class CandidateGroup:
             self.missing += [(plan.id, key) for key in ramp.keys if not plan.is_told_apart_by(key)]
         return ramp.covers(place)
 
-    def admit(self, plan: Plan, request: HttpRequest, last: Candidate | None = None) -> bool:
-        """Make the plan's detectors candidates, or note why not; returns whether they are.
+    def admit(self, plan: Plan, request: HttpRequest, last: Guard | None = None) -> bool:
+        """Make guards of the parts of the plan, or note why not; returns whether it has any.
 
-        Reuses what was read for the last candidate, of either group.
+        Reuses what was read for the last guard, of either group.
         """
         try:
             if last is not None and plan.reads_like(last.plan, last.values):
@@ -149,14 +149,14 @@ class CandidateGroup:
             caller = None if plan.reads_body else joined
             session = plan.rings.read(request, caller) if plan.rings is not None else ()
             labels = plan.read_labels(request) if plan.labels else NO_LABELS
-            own = len(self.candidates)
+            own = len(self.active)
             for detector in plan.detectors:
-                candidate = LoopCandidate(plan, detector, values, joined, session)
-                candidate.labels = labels
-                if detector.similarity.reads_headers and not self._read_headers(candidate, request):
+                guard = LoopGuard(plan, detector, values, joined, session)
+                guard.labels = labels
+                if detector.similarity.reads_headers and not self._read_headers(guard, request):
                     continue
-                self.candidates.append(candidate)
-                self.needs_body = self.needs_body or candidate.needs_body
+                self.active.append(guard)
+                self.needs_body = self.needs_body or guard.needs_body
             if (
                 plan.limiter is not None and request.method != "HEAD" and read_path(request.path).asks_model
             ):  # others are not steps
@@ -165,7 +165,7 @@ class CandidateGroup:
                 limited.labels, limited.agent = labels, _read_agent(plan.limiter, request, named)
             others = plan.list_other_callers(request, values)
             if others:
-                self._admit_others(others, self.candidates[own:])
+                self._admit_others(others, self.active[own:])
         except NotCounted as why:
             hidden = request.opens_responses and why.reason != BYPASS  # for any caller
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
@@ -175,23 +175,23 @@ class CandidateGroup:
             return False
         return True
 
-    def _admit_others(self, others: list[Values], first: list[Candidate]) -> None:
-        """Add candidates for the other callers of a request, given those for its first caller."""
+    def _admit_others(self, others: list[Values], first: list[Guard]) -> None:
+        """Add guards for the other callers of a request, given those for its first caller."""
         for place, values in enumerate(others):
             joined = join_descriptors(values)
-            for candidate in first:
-                other = candidate.follow(values, joined, place)
-                if isinstance(other, BudgetCandidate):
+            for guard in first:
+                other = guard.follow(values, joined, place)
+                if isinstance(other, BudgetGuard):
                     if not other.is_needed:
                         continue
                     self.budgets = [*self.budgets, other]
-                elif isinstance(other, SessionCandidate):
+                elif isinstance(other, SessionGuard):
                     self.sessions = [*self.sessions, other]
-                self.candidates.append(other)
+                self.active.append(other)
                 self.several = True
 
-    def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Candidate | None) -> None:
-        """Make the plan's budgets a candidate, if a rule applies to the request, or note why not; `last` is as for `admit`."""
+    def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Guard | None) -> None:
+        """Make a guard of the plan's budgets, if a rule applies to the request, or note why not; `last` is as for `admit`."""
         try:
             if last is None or last.plan is not plan:  # else it has been checked
                 plan.check_bypass(request)
@@ -200,141 +200,141 @@ class CandidateGroup:
             else:
                 values = plan.list_values(request)
                 joined = join_descriptors(values)
-            candidate = BudgetCandidate(plan, budget, values, joined, request)
-            if not candidate.choose(self.missing):
-                self.note_unpaid(candidate)
+            guard = BudgetGuard(plan, budget, values, joined, request)
+            if not guard.choose(self.missing):
+                self.note_unpaid(guard)
                 return
-            candidate.labels = plan.read_labels(request) if plan.labels else NO_LABELS
+            guard.labels = plan.read_labels(request) if plan.labels else NO_LABELS
         except NotCounted as why:
             if not plan.judges_requests or why.reason != BYPASS:
                 self._leave_out(plan, BUDGET, why.reason)
         except Exception as error:  # noqa: BLE001  # an error affects only this policy
             self.failures.append((plan.id, error))
         else:
-            self.candidates.append(candidate)
-            self.needs_body = self.needs_body or candidate.needs_body
-            self.budgets = [*self.budgets, candidate] if self.budgets else [candidate]
+            self.active.append(guard)
+            self.needs_body = self.needs_body or guard.needs_body
+            self.budgets = [*self.budgets, guard] if self.budgets else [guard]
             others = plan.list_other_callers(request, values)
             if others:
-                self._admit_others(others, [candidate])
+                self._admit_others(others, [guard])
 
-    def _read_headers(self, candidate: LoopCandidate, request: HttpRequest) -> bool:
-        """Note what the request's headers say about its body; returns whether the candidate may still count the request."""
+    def _read_headers(self, guard: LoopGuard, request: HttpRequest) -> bool:
+        """Note what the request's headers say about its body; returns whether the guard may still count the request."""
         try:
-            candidate.claim = candidate.detector.similarity.read_headers(request.headers)
+            guard.claim = guard.detector.similarity.read_headers(request.headers)
         except NotCounted as why:
-            self._drop(candidate, why.reason)
+            self._drop(guard, why.reason)
             return False
         return True
 
     def _limit(
-        self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], joined: str, session: Sequence[str]
-    ) -> SessionCandidate:
-        """Make the plan's session guard a candidate."""
-        candidate = SessionCandidate(plan, limiter, values, joined, session)
-        self.candidates.append(candidate)
+        self, plan: Plan, limiter: SessionLimiter, values: list[tuple[str, str]], joined: str, session: Sequence[str]
+    ) -> SessionGuard:
+        """Make a guard of the session limits of the plan."""
+        guard = SessionGuard(plan, limiter, values, joined, session)
+        self.active.append(guard)
         self.needs_body = True
-        self.sessions = [*self.sessions, candidate]
-        return candidate
+        self.sessions = [*self.sessions, guard]
+        return guard
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
         """Look up operators' orders about the request, as far as its head is sufficient."""
-        for candidate in self.candidates:
+        for guard in self.active:
             try:
-                candidate.apply_overrides(standing, now, request)
-            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
-                self.failures.append((candidate.plan.id, error))
+                guard.apply_overrides(standing, now, request)
+            except Exception as error:  # noqa: BLE001  # an error affects only this guard
+                self.failures.append((guard.plan.id, error))
 
-    def find_block(self) -> tuple[Candidate, ActiveOverride] | None:
-        """The first candidate that an operator's order refuses; None for none."""
-        for candidate in self.candidates:
-            if candidate.overrides and (stop := candidate.find_stop()) is not None:
-                return candidate, stop
+    def find_block(self) -> tuple[Guard, ActiveOverride] | None:
+        """The first guard that an operator's order refuses; None for none."""
+        for guard in self.active:
+            if guard.overrides and (stop := guard.find_stop()) is not None:
+                return guard, stop
         return None
 
     def read_body(self, body: RequestBody) -> None:
-        """Let every candidate read the body; those that cannot are removed."""
-        able: list[Candidate] = []
-        for candidate in self.candidates:
-            if candidate.first is not None and candidate.first not in able:
+        """Let every guard read the body; those that cannot are removed."""
+        able: list[Guard] = []
+        for guard in self.active:
+            if guard.first is not None and guard.first not in able:
                 continue  # what holds for the first caller's holds for all
             try:
-                candidate.read_body(body, self.missing)
-                second = candidate.count_start() if isinstance(candidate, SessionCandidate) else None
+                guard.read_body(body, self.missing)
+                second = guard.count_start() if isinstance(guard, SessionGuard) else None
             except NotCounted as why:
-                self._drop(candidate, why.reason)
-            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
-                self._fail_to_read(candidate, error)
+                self._drop(guard, why.reason)
+            except Exception as error:  # noqa: BLE001  # an error affects only this guard
+                self._fail_to_read(guard, error)
             else:
-                able.append(candidate)
-                self.remembers = self.remembers or len(candidate.pushes) > 0
-                if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
-                    self._drop(candidate, candidate.unreadable)  # it counts no calls of a body that it could not inspect
+                able.append(guard)
+                self.remembers = self.remembers or len(guard.pushes) > 0
+                if self.sessions and isinstance(guard, SessionGuard) and guard.unreadable:
+                    self._drop(guard, guard.unreadable)  # it counts no calls of a body that it could not inspect
                 if second is not None:
                     able.append(second)
                     self.sessions = [*self.sessions, second]
-            if isinstance(candidate, LoopCandidate) and candidate.contradicted:
-                self.contradicted.append(candidate.plan.id)
-        self.candidates = able
+            if isinstance(guard, LoopGuard) and guard.contradicted:
+                self.contradicted.append(guard.plan.id)
+        self.active = able
         if body.changing:
             self.changing, body.changing = body.changing, NOT_CHANGING
 
-    def note_unpaid(self, budget: BudgetCandidate) -> None:
+    def note_unpaid(self, budget: BudgetGuard) -> None:
         """Note if a rule does not count a request, because it does not tell who pays."""
         if budget.lacks_caller:
             self._leave_out(budget.plan, BUDGET, MISSING, allowed=budget.is_allowed)
 
     def list_pushes(self) -> list[AnyPush]:
         """The values that the store has to keep before anything is counted."""
-        return [push for candidate in self.candidates for push in candidate.pushes]
+        return [push for guard in self.active for push in guard.pushes]
 
     @property
     def waits(self) -> bool:
-        """Whether a candidate's verdict depends on values that the store has kept."""
-        return any(candidate.waits for candidate in self.candidates)
+        """Whether a guard's verdict depends on values that the store has kept."""
+        return any(guard.waits for guard in self.active)
 
     @property
     def needs_store(self) -> bool:
         """Like `waits`, for requests that name their session; otherwise, the history in the request is sufficient."""
-        return any(candidate.waits and candidate.session != "" for candidate in self.candidates)
+        return any(guard.waits and guard.session != "" for guard in self.active)
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """Process the store's answers to the pushes, in their order; candidates that cannot are removed."""
+        """Process the store's answers to the pushes, in their order; guards that cannot are removed."""
         taken = 0
         recalled = []
-        for candidate in self.candidates:
+        for guard in self.active:
             try:
-                if candidate.pushes:
-                    first, taken = taken, taken + len(candidate.pushes)
-                    candidate.recall(answers[first:taken])
+                if guard.pushes:
+                    first, taken = taken, taken + len(guard.pushes)
+                    guard.recall(answers[first:taken])
             except NotCounted as why:
-                self._drop(candidate, why.reason)
-            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
-                self._fail_to_read(candidate, error)
+                self._drop(guard, why.reason)
+            except Exception as error:  # noqa: BLE001  # an error affects only this guard
+                self._fail_to_read(guard, error)
             else:
-                recalled.append(candidate)
-        self.candidates = recalled
+                recalled.append(guard)
+        self.active = recalled
 
     def list_hits(self) -> list[Question]:
         """The hits and steps that the store has to count, and at the end what is taken from budgets."""
-        hits: list[Question] = [candidate.hit for candidate in self.candidates if candidate.hit is not None]
-        for candidate in self.budgets:
-            for each in candidate.reserved:
+        hits: list[Question] = [guard.hit for guard in self.active if guard.hit is not None]
+        for guard in self.budgets:
+            for each in guard.reserved:
                 hits.append(each.take)  # noqa: PERF401  # compiled, as fast
         return hits
 
     def _hand_out(self, counts: Sequence[Answer]) -> None:
-        """Give candidates of budgets their answers, which are the last ones."""
+        """Give guards of budgets their answers, which are the last ones."""
         place = len(counts)
-        for candidate in reversed(self.budgets):
-            for each in reversed(candidate.reserved):
+        for guard in reversed(self.budgets):
+            for each in reversed(guard.reserved):
                 place -= 1
                 answer = counts[place]
                 if isinstance(answer, Taken):
                     each.answer(answer)
 
     def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
-        """The candidates' verdicts.
+        """The guards' verdicts.
 
         Args:
             counts: answers to the hits, in their order; None if there are none, so that there are no verdicts.
@@ -345,27 +345,27 @@ class CandidateGroup:
             self._hand_out(counts)
         place = 0
         trace = []
-        for candidate in self.candidates:
+        for guard in self.active:
             count: Answer = UNCOUNTED
-            if candidate.hit is not None:
+            if guard.hit is not None:
                 count = counts[place]
                 place += 1
             try:
-                outcome = candidate.judge(count)
-            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
-                self.failures.append((candidate.plan.id, error))
+                outcome = guard.judge(count)
+            except Exception as error:  # noqa: BLE001  # an error affects only this guard
+                self.failures.append((guard.plan.id, error))
             else:
-                trace.append(self._spare(outcome) if candidate.overrides and candidate.is_allowed else outcome)
+                trace.append(self._spare(outcome) if guard.overrides and guard.is_allowed else outcome)
         return join_callers(trace) if self.several else trace
 
-    def find(self, outcome: Outcome) -> Candidate | None:
-        """The candidate of an outcome; None if it was removed."""
-        found: Candidate | None = None
-        for candidate in self.candidates:
-            if candidate.plan.id == outcome.policy and candidate.guard.name == outcome.detector:
-                if not self.several or candidate.is_about(outcome.tenant):
-                    return candidate
-                found = found or candidate
+    def find(self, outcome: Outcome) -> Guard | None:
+        """The guard of an outcome; None if it was removed."""
+        found: Guard | None = None
+        for guard in self.active:
+            if guard.plan.id == outcome.policy and guard.compiled.name == outcome.detector:
+                if not self.several or guard.is_about(outcome.tenant):
+                    return guard
+                found = found or guard
         return found
 
     def _spare(self, outcome: Outcome) -> Outcome:
@@ -376,41 +376,41 @@ class CandidateGroup:
         return outcome.change_action(Action.ALLOW)
 
     def fail(self, error: Exception) -> None:
-        """Note that none of these candidates can be counted."""
-        self.failures.append((self.candidates[0].plan.id, error))
-        self.candidates = []
+        """Note that none of these guards can be counted."""
+        self.failures.append((self.active[0].plan.id, error))
+        self.active = []
 
-    def take_body_readers(self) -> list[Candidate]:
-        """Remove and return the candidates that need the body."""
-        taken = [candidate for candidate in self.candidates if candidate.needs_body]
-        self.candidates = [candidate for candidate in self.candidates if not candidate.needs_body]
+    def take_body_readers(self) -> list[Guard]:
+        """Remove and return the guards that need the body."""
+        taken = [guard for guard in self.active if guard.needs_body]
+        self.active = [guard for guard in self.active if not guard.needs_body]
         self.needs_body = False
         return taken
 
     def drop_body_readers(self, reason: str) -> None:
-        """Remove the candidates that need the body, or all of them if the request stands for many requests."""
-        if not self.candidates:
+        """Remove the guards that need the body, or all of them if the request stands for many requests."""
+        if not self.active:
             return
         kept = []
-        for candidate in self.candidates:
-            if reason != RESPONSES_WEBSOCKET and (not candidate.needs_body or candidate.goes_on_without_body()):
-                kept.append(candidate)
+        for guard in self.active:
+            if reason != RESPONSES_WEBSOCKET and (not guard.needs_body or guard.goes_on_without_body()):
+                kept.append(guard)
             else:
-                self._drop(candidate, reason)
-        self.candidates = kept
+                self._drop(guard, reason)
+        self.active = kept
 
     def give_up(self, reason: str) -> None:
         """Leave the request uncounted."""
-        for candidate in self.candidates:
-            self._drop(candidate, reason)
+        for guard in self.active:
+            self._drop(guard, reason)
 
-    def _fail_to_read(self, candidate: Candidate, error: Exception) -> None:
+    def _fail_to_read(self, guard: Guard, error: Exception) -> None:
         """Note an error in Loopguard. A client may have caused it, so the request is also uncounted, as `uncountable` rules."""
-        self.failures.append((candidate.plan.id, error))
-        self._drop(candidate, UNREADABLE)
+        self.failures.append((guard.plan.id, error))
+        self._drop(guard, UNREADABLE)
 
-    def _drop(self, candidate: Candidate, reason: str) -> None:
-        self._leave_out(candidate.plan, candidate.guard.name, reason, allowed=candidate.is_allowed)
+    def _drop(self, guard: Guard, reason: str) -> None:
+        self._leave_out(guard.plan, guard.compiled.name, reason, allowed=guard.is_allowed)
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
         if (plan.id, detector, reason) not in self.left_out:  # else it is left out for another caller, too
@@ -420,7 +420,7 @@ class CandidateGroup:
             self.forbidden = plan.id, reason
 
 
-class Evaluation:
+class Exchange:
     """One request under way.
 
     Attributes:
@@ -428,11 +428,11 @@ class Evaluation:
         content: its body, if a policy may inspect it.
         document: the parsed body, once a policy may have read it; None if it differs from the bytes that were sent.
         plain: the body without notes, as it is compared, once a policy may have read it.
-        enforcing: the candidates whose verdict is the answer.
-        shadow: the candidates whose verdict has no effect.
+        enforcing: the guards whose verdict is the answer.
+        shadow: the guards whose verdict has no effect.
         groups: both.
-        sessions: the candidates that limit sessions, of both groups.
-        budgets: the candidates that limit what callers use, of both groups.
+        sessions: the guards that limit sessions, of both groups.
+        budgets: the guards that limit what callers use, of both groups.
         settles: what one of these takes is settled after the response.
         size: length of the body in bytes; 0 if unknown.
         inspects: maximum length of a body to keep for inspection, in bytes; 0 for none.
@@ -492,8 +492,8 @@ class Evaluation:
         self.sessions = _NO_SESSIONS
         self.budgets = _NO_BUDGETS
         self.settles = False
-        self.enforcing = CandidateGroup(shadow=False)
-        self.shadow = CandidateGroup(shadow=True)
+        self.enforcing = Guards(shadow=False)
+        self.shadow = Guards(shadow=True)
         self.groups = [self.enforcing, self.shadow]
         self.inspects = 0
         self.steers = 0
@@ -508,8 +508,8 @@ class Evaluation:
         self.conversation_key: tuple[str, ...] = ()
         self.plans: Sequence[Plan] = ()
         self._key = key
-        self._earlier: Evaluation | None = None
-        self._last: Candidate | None = None
+        self._earlier: Exchange | None = None
+        self._last: Guard | None = None
         self.is_overridden = False
         self._scope = scope
         self._body: RequestBody | None = None
@@ -517,7 +517,7 @@ class Evaluation:
 
     def describe_counted(self) -> list[str]:
         """JSON that its access log entry has to repeat, so that a request that its upstream fails is taken back."""
-        counted = [each for group in self.groups for candidate in group.candidates for each in candidate.list_counted()]
+        counted = [each for group in self.groups for guard in group.active for each in guard.list_counted()]
         return [_encode({COUNTED: counted}).decode()] if counted else []
 
     @property
@@ -552,7 +552,7 @@ class Evaluation:
         return self.enforcing.needs_body or self.shadow.needs_body
 
     def admit(self, plan: Plan) -> None:
-        """Make every detector of the plan a candidate, or note why it does not count this request."""
+        """Make every detector of the plan a guard, or note why it does not count this request."""
         self.paired = self.paired or plan.paired
         if plan.ramp is not None and plan.watching is not None and not self.enforcing.acts_on(plan, plan.ramp, self.request):
             plan = plan.watching
@@ -560,12 +560,12 @@ class Evaluation:
         if plan.budget is not None and not plan.judges_requests:
             self._admit_budget(plan, plan.budget, group)
             return
-        own = len(group.candidates)
+        own = len(group.active)
         admitted = group.admit(plan, self.request, self._last)
         if group.sessions:
             self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
         if admitted:
-            self._last = group.candidates[own] if len(group.candidates) > own else self._last
+            self._last = group.active[own] if len(group.active) > own else self._last
             self.counts_failed = self.counts_failed and plan.counts_failed
             self.leaves_out_notes = self.leaves_out_notes or plan.leaves_out_notes
             if plan.needs_body:
@@ -575,8 +575,8 @@ class Evaluation:
         if plan.budget is not None:
             self._admit_budget(plan, plan.budget, group)
 
-    def _admit_budget(self, plan: Plan, budget: BudgetPlan, group: CandidateGroup) -> None:
-        """Make the plan's budgets a candidate of a group."""
+    def _admit_budget(self, plan: Plan, budget: BudgetPlan, group: Guards) -> None:
+        """Make the plan's budgets a guard of a group."""
         group.admit_budget(plan, budget, self.request, self._last)
         if group.budgets:
             self.budgets = [*self.enforcing.budgets, *self.shadow.budgets] if self.budgets else group.budgets
@@ -590,10 +590,10 @@ class Evaluation:
         for group in self.groups:
             group.apply_overrides(standing, now, self.request)
 
-    def split(self) -> Evaluation:
-        """Move the shadow policies that need the body into an evaluation of their own."""
-        watching = Evaluation(self.request, self._scope, self._key)
-        watching.shadow.candidates = self.shadow.take_body_readers()
+    def split(self) -> Exchange:
+        """Move the shadow policies that need the body into an exchange of their own."""
+        watching = Exchange(self.request, self._scope, self._key)
+        watching.shadow.active = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
         watching.sessions, self.sessions = watching.shadow.sessions, self.enforcing.sessions
         if self.shadow.budgets:
@@ -620,7 +620,7 @@ class Evaluation:
         """Complete the fingerprints when the body is known, or known to stay unknown.
 
         Args:
-            sums: the body's checksums. None if it is unknown: candidates that need it do not count the request.
+            sums: the body's checksums. None if it is unknown: guards that need it do not count the request.
             reason: why the body is unknown, for `uncounted`.
             content: the body's bytes; None if no policy may inspect them.
             withheld: why not.
@@ -642,12 +642,12 @@ class Evaluation:
                     document, unreadable = self._open_document(content)
                 else:
                     shortened = self._open_excerpt(excerpt, content)
-            except Exception as error:  # noqa: BLE001  # candidates that need no document still count the request
+            except Exception as error:  # noqa: BLE001  # guards that need no document still count the request
                 unreadable = UNREADABLE
-                group = self.enforcing if self.enforcing.candidates else self.shadow
-                group.failures += [(candidate.plan.id, error) for candidate in group.candidates[:1]]
-        if not (self.enforcing.candidates or self.shadow.candidates):
-            return  # no candidate counts it, perhaps because its query would take too long to read
+                group = self.enforcing if self.enforcing.active else self.shadow
+                group.failures += [(guard.plan.id, error) for guard in group.active[:1]]
+        if not (self.enforcing.active or self.shadow.active):
+            return  # no guard counts it, perhaps because its query would take too long to read
         self._body = RequestBody(self.request, sums, document, unreadable, self._scope)
         self._body.excerpt = shortened
         self._read_with(self.enforcing)
@@ -708,17 +708,17 @@ class Evaluation:
             self._cause = repeat, find_cause(self.plain, repeat)
         return self._cause[1]
 
-    def make_marks(self, candidate: Candidate, data: bytes) -> Marks:
-        """The marks of notes for a candidate's caller, in the request's conversation.
+    def make_marks(self, guard: Guard, data: bytes) -> Marks:
+        """The marks of notes for a guard's caller, in the request's conversation.
 
         Args:
-            candidate: a candidate that steers.
+            guard: a guard that steers.
             data: the body, or the document made of it earlier.
 
         Raises:
             NotCounted: it contains no conversation, or cannot be read.
         """
-        return self._open_marks(self.document if self.document is not None else Document(data), candidate)
+        return self._open_marks(self.document if self.document is not None else Document(data), guard)
 
     def frame_answer(self, outcome: Outcome, text: str) -> str:
         """Write a text as an answer in the model's place, so that it is recognized later; unchanged if that is impossible."""
@@ -726,31 +726,31 @@ class Evaluation:
         if data is None or (self.plain is not None and self.plain.shortened):
             return text
         try:
-            return frame_answer(text, self.make_marks(self.find_candidate(outcome), bytes(data)))
+            return frame_answer(text, self.make_marks(self.find_guard(outcome), bytes(data)))
         except NotCounted:
             return text
 
-    def _open_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
-        """The marks to recognize notes, also without a candidate.
+    def _open_marks(self, document: Document, guard: Guard | None = None) -> Marks:
+        """The marks to recognize notes, also without a guard.
 
         Marks depend on the caller as the head alone identifies it, because notes are removed before any policy reads the body.
         If a policy enforces, shadow policies have no influence on what is removed.
         """
-        candidates = self.enforcing.candidates or self.shadow.candidates
-        callers = [each.caller_in_head for each in ([candidate, *candidates] if candidate is not None else candidates)]
+        guards = self.enforcing.active or self.shadow.active
+        callers = [each.caller_in_head for each in ([guard, *guards] if guard is not None else guards)]
         return Marks(self._key, list(dict.fromkeys(callers)), hash_first_words(document))
 
     def _find_marks(self, document: Document) -> Marks | None:
         """The marks if something in the body looks like a note; None if no note can be recognized."""
-        group = self.enforcing if self.enforcing.candidates else self.shadow
-        if not group.candidates:
+        group = self.enforcing if self.enforcing.active else self.shadow
+        if not group.active:
             return None
         try:
             return self._open_marks(document)
         except NotCounted:
             return None
         except Exception as error:  # noqa: BLE001  # what looks like a note counts as content
-            group.failures.append((group.candidates[0].plan.id, error))
+            group.failures.append((group.active[0].plan.id, error))
             return None
 
     def read_shadow(self, withheld: str = "") -> None:
@@ -765,10 +765,10 @@ class Evaluation:
             self._body.document, self._body.unreadable, self._body.excerpt = None, withheld, None
         self._read_with(self.shadow)
 
-    def _read_with(self, group: CandidateGroup) -> None:
+    def _read_with(self, group: Guards) -> None:
         """Complete the fingerprints of a group when the body is open."""
         body = self._body
-        if body is None or not group.candidates:
+        if body is None or not group.active:
             return
         looked_into = body.document or body.excerpt
         if looked_into is None or len(looked_into) < _MANY_OBJECTS or not gc.isenabled():
@@ -787,37 +787,37 @@ class Evaluation:
     def find_tenant(self) -> str:
         """The caller as the first policy identifies it by headers; empty for none."""
         for group in self.groups:
-            for candidate in group.candidates:
-                return candidate.caller
+            for guard in group.active:
+                return guard.caller
         return ""
 
     def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
-        """Decide about a counted request. The counts are those for `CandidateGroup.judge`."""
+        """Decide about a counted request. The counts are those for `Guards.judge`."""
         trace = self.enforcing.judge(counts)
         if self.leaves_out_notes:
             for place, outcome in enumerate(trace):
                 if outcome.action is Action.STEER and not self.gets_notes(outcome):
                     trace[place] = outcome.change_action(Action.WARN)
-        return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
+        return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.active else ())
 
     def gets_notes(self, outcome: Outcome) -> bool:
         """Whether the conversation is in its detector's `steer_share`: the same for every replica, policy and request of it."""
-        candidate = self.find_candidate(outcome)
-        if not isinstance(candidate, LoopCandidate) or candidate.detector.steer_share >= EVERYBODY or self.plain is None:
+        guard = self.find_guard(outcome)
+        if not isinstance(guard, LoopGuard) or guard.detector.steer_share >= EVERYBODY or self.plain is None:
             return True
         try:
             said = open_conversation(self.plain).read_first_words()
         except NotCounted:
             return True
         place = self._key.start(_SHARE, _SHARE_BYTES)
-        place.update(f"{len(candidate.caller_in_head)} {candidate.caller_in_head}{said}".encode("utf-8", "surrogatepass"))
-        return int.from_bytes(place.digest(), "big") % EVERYBODY < candidate.detector.steer_share
+        place.update(f"{len(guard.caller_in_head)} {guard.caller_in_head}{said}".encode("utf-8", "surrogatepass"))
+        return int.from_bytes(place.digest(), "big") % EVERYBODY < guard.detector.steer_share
 
-    def find_candidate(self, outcome: Outcome) -> Candidate:
-        """The enforcing candidate of an outcome."""
+    def find_guard(self, outcome: Outcome) -> Guard:
+        """The enforcing guard of an outcome."""
         found = self.enforcing.find(outcome)
         if found is None:
-            raise LookupError(f"{outcome.policy} has no candidate {outcome.detector}")
+            raise LookupError(f"{outcome.policy} has no guard {outcome.detector}")
         return found
 
     def give_up(self, reason: str) -> None:
@@ -838,13 +838,13 @@ class Evaluation:
         """The policies that compared the body byte by byte, because their similarity does not apply to it."""
         found: list[str] = []
         for group in self.groups:
-            for candidate in group.candidates:
-                if candidate.compared_exactly and candidate.plan.id not in found:
-                    found.append(candidate.plan.id)
+            for guard in group.active:
+                if guard.compared_exactly and guard.plan.id not in found:
+                    found.append(guard.plan.id)
         return found
 
 
-def _read_agent(limiter: SessionGuard, request: HttpRequest, named: Sequence[str]) -> WireAgent:
+def _read_agent(limiter: SessionLimiter, request: HttpRequest, named: Sequence[str]) -> WireAgent:
     """The agent that sends a request, given the values of the keys that may name its session."""
     key = limiter.names.tell_key(named)
     return limiter.agent_names.read(request, key, named[-1]) if key else NO_AGENT

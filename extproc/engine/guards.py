@@ -1,7 +1,7 @@
-"""How each guard of a policy judges one request, from its headers to a verdict.
+"""What a policy makes of one request, from its headers to a verdict: a guard for each of its detectors, and for its limits.
 
-A candidate is a guard that may stop the request. Once the body is known, the candidate reads it, the store counts what the
-candidate asks for, and then the candidate judges. Pure, like `evaluation`, which calls it.
+A guard may stop its request. Once the body is known, it reads it, the store counts what it asks for, and then it judges.
+Pure, like `exchange`, which calls it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from extproc.apis import LIST_PATHS, may_declare
 from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
-from extproc.budgets.guard import BudgetGuard
+from extproc.budgets.guard import BudgetRules
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, read_place
@@ -48,7 +48,7 @@ from extproc.request.fingerprint import (
 )
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
-from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
+from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionKeys, SessionLimiter
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.rates import Usage
 from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
@@ -70,8 +70,8 @@ from extproc.store.rules.take_back import CHAIN, LOG, TALLY
 from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
-Guard: TypeAlias = Detector | SessionGuard | BudgetGuard
-"""What can stop a request."""
+Compiled: TypeAlias = Detector | SessionLimiter | BudgetRules
+"""What a policy compiles, and what its guards are made of."""
 
 Answer: TypeAlias = Count | Standing | Taken
 """What the store answers to a guard's question."""
@@ -119,9 +119,9 @@ CALLS: Final = _Calls()
 
 
 class RequestBody:
-    """A request's body and what is derived from it, for all candidates that read it.
+    """A request's body and what is derived from it, for all guards that read it.
 
-    The policies of a request are often alike, such as a canary and its policy, so what one candidate works out is kept for the
+    The policies of a request are often alike, such as a canary and its policy, so what one guard works out is kept for the
     next one.
 
     Attributes:
@@ -185,7 +185,7 @@ class RequestBody:
         return self._head
 
     def name(self, sums: Body, caller: str) -> tuple[str, str, str]:
-        """Composite, fingerprint and check of a candidate that compares a body with these sums."""
+        """Composite, fingerprint and check of a guard that compares a body with these sums."""
         if sums is not self._sums or caller != self._caller:
             composite = compose(self.head, sums, caller)
             fingerprint, check = digest(composite, sums)
@@ -238,12 +238,12 @@ def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
     return None if written is None else Document(written, shortened=True)
 
 
-class Candidate:
+class Guard:
     """One guard and one request; everything below `values` is set by `read_body`.
 
     Attributes:
         plan: the policy.
-        guard: of that policy.
+        compiled: what the policy has compiled for it.
         values: the descriptors that the request has, by name.
         caller: the same, joined as in the composite.
         caller_in_head: the same without descriptors from the body.
@@ -263,7 +263,7 @@ class Candidate:
         needs_body: this guard cannot judge the request without its body.
         overrides: operators' orders about the request, as far as it is known.
         labels: what is shown of the caller, by name.
-        first: the candidate of the same guard for the request's first caller; None if this is that one.
+        first: the one with the same rules for the request's first caller; None if this is that one.
     """
 
     __slots__ = (
@@ -277,10 +277,10 @@ class Candidate:
         "caller_in_head",
         "compared",
         "compared_exactly",
+        "compiled",
         "composite",
         "fingerprint",
         "first",
-        "guard",
         "hit",
         "labels",
         "memory",
@@ -299,7 +299,7 @@ class Candidate:
     def __init__(  # noqa: PLR0913  # all that a request's head tells
         self,
         plan: Plan,
-        guard: Guard,
+        compiled: Compiled,
         values: list[tuple[str, str]],
         descriptors: str,
         session: Sequence[str],
@@ -307,7 +307,7 @@ class Candidate:
     ) -> None:
         """Take the request's head; `session` is the session that it names."""
         self.plan = plan
-        self.guard = guard
+        self.compiled = compiled
         self.values = values
         self.caller = self.caller_in_head = descriptors
         self.composite = self.fingerprint = self.tenant = ""
@@ -324,27 +324,27 @@ class Candidate:
         self.needs_body = True
         self.overrides: Sequence[ActiveOverride] = ()
         self.labels = NO_LABELS
-        self.first: Candidate | None = None
+        self.first: Guard | None = None
         self._in_head = session
         self._known: Caller | None = None
         self._of_caller: Sequence[ActiveOverride] = ()
         self._standing: Overrides | None = None
         self._now = 0.0
 
-    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Candidate:
-        """A candidate of the same guard for another caller of the request; `place` is 0 for the second.
+    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Guard:
+        """A guard with the same rules for another caller of the request; `place` is 0 for the second.
 
         What is read from the body is read only once, because a client chooses the number of callers.
         """
         raise NotImplementedError
 
-    def _follow(self, first: Candidate) -> None:
+    def _follow(self, first: Guard) -> None:
         """Take what does not depend on the caller."""
         self.first = first
         self.labels = first.labels
 
     def is_about(self, tenant: str) -> bool:
-        """Whether a verdict about this caller is the candidate's."""
+        """Whether a verdict about this caller is the guard's."""
         return self.tenant == tenant
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:  # noqa: ARG002  # for detectors
@@ -465,7 +465,7 @@ class Candidate:
         """Another session whose orders may concern the request; empty for none."""
         return ""
 
-    def _concerns(self, order: ActiveOverride) -> bool:  # noqa: ARG002  # for candidates that have kin
+    def _concerns(self, order: ActiveOverride) -> bool:  # noqa: ARG002  # for guards that have kin
         """Whether an order about the other session concerns the request."""
         return True
 
@@ -482,16 +482,16 @@ class Candidate:
 
 
 def renew(name: str, orders: Sequence[ActiveOverride]) -> str:
-    """See `Candidate._renew`."""
+    """See `Guard._renew`."""
     release = find_kind(orders, RELEASE)
     return name if release is None else f"{release.epoch}.{name}"
 
 
-class LoopCandidate(Candidate):
-    """A detector's part in a request.
+class LoopGuard(Guard):
+    """A detector in one request.
 
     Attributes:
-        detector: the guard.
+        detector: what it is made of.
         claim: what the request's headers say about the body, None for nothing.
         contradicted: the body contradicts the headers.
     """
@@ -510,32 +510,32 @@ class LoopCandidate(Candidate):
         self.contradicted = False
         self.needs_body = detector.needs_body or plan.reads_body
 
-    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Candidate:  # noqa: ARG002  # for budgets
-        """See `Candidate`."""
-        other = LoopCandidate(self.plan, self.detector, values, descriptors, self._in_head)
+    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Guard:  # noqa: ARG002  # for budgets
+        """See `Guard`."""
+        other = LoopGuard(self.plan, self.detector, values, descriptors, self._in_head)
         other._follow(self)
         return other
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
-        """See `Candidate`; orders about the session that started an agent concern the agent."""
+        """See `Guard`; orders about the session that started an agent concern the agent."""
         names = self.plan.root_names
         if standing.name_sessions:
             self._root = names.find(names.read(request), None)
         super().apply_overrides(standing, now, request)
 
     def _find_kin(self) -> str:
-        """See `Candidate`."""
+        """See `Guard`."""
         return self._root
 
     def find_stop(self) -> ActiveOverride | None:
-        """See `Candidate`; without session limits, a kill of a session holds as well."""
+        """See `Guard`; without session limits, a kill of a session holds as well."""
         stop = super().find_stop()
         if stop is not None or not self.overrides or self.plan.limiter is not None:
             return stop
         return find_kill([order for order in self.overrides if order.target.session or order.kind == RELEASE])
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
-        """See `Candidate`."""
+        """See `Guard`."""
         detector, sums = self.detector, body.sums
         if self.plan.reads_body:
             self._read_body_descriptors(body, detector.max_inspect_bytes, missing)
@@ -566,7 +566,7 @@ class LoopCandidate(Candidate):
         return pushes
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """See `Candidate`; if the chain knows the whole conversation, several conversations may share its name."""
+        """See `Guard`; if the chain knows the whole conversation, several conversations may share its name."""
         memory = self.memory
         if memory is None or not memory.waits:
             return
@@ -580,14 +580,14 @@ class LoopCandidate(Candidate):
         self._ask()
 
     def judge(self, count: Answer) -> Outcome:
-        """See `Candidate`."""
+        """See `Guard`."""
         if not isinstance(count, Count):
             raise TypeError("a hit is answered with a count")
         self._count = count
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
 
     def list_counted(self) -> list[tuple[str, str]]:
-        """See `Candidate`. The first request of a window stays counted, unless two are a loop: no other one has to be told."""
+        """See `Guard`. The first request of a window stays counted, unless two are a loop: no other one has to be told."""
         detector, hit = self.detector, self.hit
         if detector.counts_failed:
             return []
@@ -599,7 +599,7 @@ class LoopCandidate(Candidate):
     def _compare(self, body: RequestBody, document: Document) -> Body:
         """Look into the body; returns the sums of what is compared in its place."""
         similarity, rings, first = self.detector.similarity, self.plan.rings, self.first
-        if isinstance(first, LoopCandidate):
+        if isinstance(first, LoopGuard):
             self.session, self.subject = first.session, first.subject
             self.compared, self.repeat, self.memory = first.compared, first.repeat, first.memory
             self.compared_exactly = first.compared_exactly
@@ -634,11 +634,11 @@ class LoopCandidate(Candidate):
         self.hit = self.detector.make_hit(scope, self.tenant, name, self.subject, self.repeat)
 
 
-class SessionCandidate(Candidate):
-    """The session guard's part in a request.
+class SessionGuard(Guard):
+    """The session limits of a policy in one request.
 
     Attributes:
-        limiter: the guard.
+        limiter: what it is made of.
         calls: that the request's history shows.
         call: the name of the request, 16 bytes, for its settlement.
         model: the model in the request, empty for none.
@@ -649,7 +649,7 @@ class SessionCandidate(Candidate):
         agent: of the session, as the head names it.
         agent_name: hash of the agent's name, 16 hex digits; empty for the session itself.
         parent_name: the same for the agent that started it.
-        is_second: it counts the start of a conversation among requests without a session; another candidate counts it as a
+        is_second: it counts the start of a conversation among requests without a session; another guard counts it as a
             session.
     """
 
@@ -682,7 +682,7 @@ class SessionCandidate(Candidate):
     )
 
     def __init__(
-        self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], descriptors: str, session: Sequence[str]
+        self, plan: Plan, limiter: SessionLimiter, values: list[tuple[str, str]], descriptors: str, session: Sequence[str]
     ) -> None:
         super().__init__(plan, limiter, values, descriptors, session, WITHIN)
         self.limiter = limiter
@@ -710,15 +710,15 @@ class SessionCandidate(Candidate):
         self._unknown = False
         self.is_second = False
 
-    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Candidate:  # noqa: ARG002  # for budgets
-        """See `Candidate`."""
-        other = SessionCandidate(self.plan, self.limiter, values, descriptors, self._in_head)
+    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Guard:  # noqa: ARG002  # for budgets
+        """See `Guard`."""
+        other = SessionGuard(self.plan, self.limiter, values, descriptors, self._in_head)
         other._follow(self)
         other.agent = self.agent
         return other
 
     def find_stop(self) -> ActiveOverride | None:
-        """See `Candidate`; a session can be killed as well."""
+        """See `Guard`; a session can be killed as well."""
         stop = super().find_stop()
         return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
 
@@ -728,7 +728,7 @@ class SessionCandidate(Candidate):
         return self._unknown
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
-        """See `Candidate`."""
+        """See `Guard`."""
         if self.plan.reads_body:
             self._read_body_descriptors(body, self.limiter.max_inspect_bytes, missing)
         if not self.caller and self.plan.guards_strangers:
@@ -764,7 +764,7 @@ class SessionCandidate(Candidate):
             self._ask(body)
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """See `Candidate`; its session is the conversation that it shows, or its agent's root."""
+        """See `Guard`; its session is the conversation that it shows, or its agent's root."""
         if self.agent.hangs and self._body is not None:
             self._learn_root(answers[0])
             self._ask(self._body)
@@ -779,14 +779,14 @@ class SessionCandidate(Candidate):
         if self.waits and not self.limiter.shadow and self.find_stop() is not None:
             self.hit, self._stopped = None, True
 
-    def count_start(self) -> SessionCandidate | None:
+    def count_start(self) -> SessionGuard | None:
         """Count a request that begins a conversation among those without a session, too, if these have limits.
 
         The conversation may never go on, as in a loop of one prompt. If it does, `join_session` takes it out again.
         """
         if not self._nameless or self.waits or self.limiter.unnamed is None or self._body is None:
             return None
-        second = SessionCandidate(self.plan, self.limiter, self.values, self.caller, self._in_head)
+        second = SessionGuard(self.plan, self.limiter, self.values, self.caller, self._in_head)
         second.is_second, second.caller_in_head = True, self.caller_in_head
         second.labels, second.tenant, second.body_crc32 = self.labels, self.tenant, self.body_crc32
         second.call, second.calls, second.model, second.reserve = self.call, self.calls, self.model, self.reserve
@@ -808,11 +808,11 @@ class SessionCandidate(Candidate):
         return Settlement(key, limits, bytes.fromhex(self.session) + _NO_NAME, standing.cost, estimated=False, outcome=JOINED)
 
     def _find_kin(self) -> str:
-        """See `Candidate`; an agent can be stopped without its session."""
+        """See `Guard`; an agent can be stopped without its session."""
         return self.agent_name
 
     def _concerns(self, order: ActiveOverride) -> bool:
-        """See `Candidate`."""
+        """See `Guard`."""
         return order.kind in {ALLOW, BLOCK, KILL}
 
     def _name_session(self, name: str) -> None:
@@ -922,13 +922,13 @@ class SessionCandidate(Candidate):
         return identify(body.head, body.sums, own if self.agent.hangs and own else keys.checksum ^ own)
 
     def name_request(self) -> None:
-        """See `Candidate`; worked out on demand, because it is rarely needed and expensive."""
+        """See `Guard`; worked out on demand, because it is rarely needed and expensive."""
         body = self._body
         if body is not None:
             self.composite, self.fingerprint, _ = body.name(body.sums, self.caller)
 
     def judge(self, count: Answer) -> Outcome:
-        """See `Candidate`."""
+        """See `Guard`."""
         if self._stopped:
             return self._know(self.kill())
         if not isinstance(count, Standing):
@@ -948,7 +948,7 @@ class SessionCandidate(Candidate):
         return self._know(outcome)
 
     def _find_narrowing(self, standing: Standing) -> Narrowing | None:
-        """See `SessionGuard.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""
+        """See `SessionLimiter.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""
         found = self.limiter.find_narrowing(standing, self._limits, self._grants, self.calls)
         if found is None or found.removes or self._body is None or self._body.document is None:
             return found
@@ -1022,7 +1022,7 @@ class SessionCandidate(Candidate):
     def _read_calls(self, document: Document) -> None:
         """Look for calls."""
         first = self.first
-        if isinstance(first, SessionCandidate):
+        if isinstance(first, SessionGuard):
             self.calls, self.unreadable = first.calls, first.unreadable
             return
         try:
