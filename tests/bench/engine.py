@@ -8,6 +8,8 @@ from statistics import median
 from time import time
 from typing import Any
 
+import msgspec
+
 from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target, hash_descriptor
 from extproc.ext_proc.stream import Stream
 from extproc.pb.external_processor_pb2 import ProcessingRequest
@@ -17,11 +19,16 @@ from tests.bench.timing import at_one_clock, cpu_us, difference, interleaved, ra
 
 TITLE = "engine: the guard's own work per request (POST 1 KB, 16 headers, one policy, counts in memory)"
 
+_DECODE = msgspec.json.Decoder().decode
+
 _LIMIT_US = 15
 _OVERRIDES_LIMIT_US = 3
 _SESSION_LIMIT_US = 6
 _RULE_LIMIT = 1.25
+_GROWING_LIMIT = 1.6
+_GROWING_LIMITS_LIMIT = 1.15
 _SESSION_STEPS = 20
+_AGENTS, _CALLS = 12, range(32, 64)
 
 _POLICIES: dict[str, list[dict[str, Any]]] = {
     "plain": [samples.policy()],
@@ -29,6 +36,11 @@ _POLICIES: dict[str, list[dict[str, Any]]] = {
     "rule": [samples.rule()],
     "limits": [samples.budget()],
     "turns": [samples.talk()],
+    "turns, limits": [samples.budget(similarity="turns")],
+}
+
+_GROWING: dict[str, list[dict[str, Any]]] = {
+    "turns": [samples.policy(similarity="turns")],
     "turns, limits": [samples.budget(similarity="turns")],
 }
 
@@ -74,6 +86,41 @@ def _measure_parsing(pairs: _Pairs) -> float:
     return at_one_clock(lambda: cpu_us(work, len(pairs)))
 
 
+def _grow() -> tuple[_Pairs, list[bytes]]:
+    """The requests of agents that take turns, each of which has made one call more, and their bodies."""
+    bodies = [(user, samples.agent_body(user, calls)) for calls in _CALLS for user in range(_AGENTS)]
+    pairs = [
+        (samples.headers_message(user=f"user-{user}", length=len(body)), samples.body_message(body)) for user, body in bodies
+    ]
+    return pairs, [body for _, body in bodies]
+
+
+def _measure_decoding(bodies: Sequence[bytes]) -> float:
+    """Microseconds for what any program that reads these bodies would have to do."""
+
+    def work() -> None:
+        for body in bodies:
+            _DECODE(body)
+
+    return at_one_clock(lambda: cpu_us(work, len(bodies)))
+
+
+def _run_growing(rounds: int) -> list[Row]:
+    """Agents whose history grows with each request."""
+    pairs, bodies = _grow()
+    works = {
+        "decode": lambda: _measure_decoding(bodies),
+        **{name: lambda policies=policies: _measure(policies, pairs) for name, policies in _GROWING.items()},  # type: ignore[misc]  # a lambda's defaults
+    }
+    found = interleaved(rounds, works)
+    sizes = f"{len(bodies[0]) / 1000:.0f} to {len(bodies[-1]) / 1000:.0f} KB"
+    spent = f"{median(found['turns']):.0f} us vs. {median(found['decode']):.0f} us"
+    return [
+        Row(f"agents that grow from {sizes}, turns vs. decoding", ratio(found, "turns", "decode"), "x", _GROWING_LIMIT, spent),
+        Row("the same with session limits vs. turns", ratio(found, "turns, limits", "turns"), "x", _GROWING_LIMITS_LIMIT),
+    ]
+
+
 def _make_overrides() -> Overrides:
     """A thousand of four shapes, as operators mix them; none holds for a request that is measured."""
     targets = [
@@ -113,4 +160,5 @@ def run(*, quick: bool) -> list[Row]:
         Row("session limits in addition to exact", on_exact, "us", _SESSION_LIMIT_US, "which does not inspect the body"),
         Row("a rule and the detector vs. the detector", ratio(found, "rule", "plain"), "x", _RULE_LIMIT),
         Row("a canary and its policy vs. the policy", ratio(found, "canary", "plain"), "x"),
+        *_run_growing(rounds),
     ]
