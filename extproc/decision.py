@@ -147,7 +147,7 @@ class Repeat(NamedTuple):
         return 1 if self.held else self.step + 2
 
 
-class Advice:
+class Advice(NamedTuple):
     """What a model is told about a loop.
 
     Attributes:
@@ -157,13 +157,10 @@ class Advice:
         about: heading of the advice.
     """
 
-    __slots__ = ("about", "instead", "reason", "what")
-
-    def __init__(self, what: str, reason: str, instead: str, about: str = "Loop detected") -> None:
-        self.what = what
-        self.reason = reason
-        self.instead = instead
-        self.about = about
+    what: str
+    reason: str
+    instead: str
+    about: str = "Loop detected"
 
 
 class Framed(NamedTuple):

@@ -49,7 +49,7 @@ def tell_tree(standing: Standing) -> Told:
     tree = standing.tree
     assert tree is not None
     refused = LIMITS[standing.limit], standing.used, standing.allowed
-    return Told(*refused, standing.steps, standing.blocks, standing.consecutive_blocks, tree.list_fields())
+    return Told(*refused, standing.steps, standing.blocks, standing.consecutive_blocks, tree)
 
 
 class PlainTree:

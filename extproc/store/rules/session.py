@@ -45,7 +45,7 @@ set back, the same happens as to rings: see `ring.push`.
 from __future__ import annotations
 
 import struct
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from extproc.store.rules.budget import Take
 from extproc.store.rules.root import ROOT_SIZE, RootSearch, pack_search
@@ -243,7 +243,7 @@ class Step:
         self.grants = grants
 
 
-class Settlement:
+class Settlement(NamedTuple):
     """The outcome of a request that was let through, as a question to the store; never changed.
 
     Attributes:
@@ -257,27 +257,14 @@ class Settlement:
         model_ms: time that the upstream took, in milliseconds.
     """
 
-    __slots__ = ("call", "cost", "estimated", "key", "limits", "model_ms", "outcome", "tokens")
-
-    def __init__(  # noqa: PLR0913  # a record
-        self,
-        key: str,
-        limits: Limits,
-        call: bytes,
-        cost: int,
-        estimated: bool,  # noqa: FBT001  # a field
-        outcome: int,
-        tokens: Tokens = (0, 0, 0, 0),  # not a constant: compiled classes have signatures only with literals
-        model_ms: int = 0,
-    ) -> None:
-        self.key = key
-        self.limits = limits
-        self.call = call
-        self.cost = cost
-        self.estimated = estimated
-        self.outcome = outcome
-        self.tokens = tokens
-        self.model_ms = model_ms
+    key: str
+    limits: Limits
+    call: bytes
+    cost: int
+    estimated: bool
+    outcome: int
+    tokens: Tokens = NO_TOKENS
+    model_ms: int = 0
 
 
 class Standing:

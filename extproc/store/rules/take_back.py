@@ -6,7 +6,7 @@ A window has one request less, a node of a chain one retry less. The times at wh
 from __future__ import annotations
 
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 from extproc.store.rules.windows import Tally
 
@@ -22,7 +22,7 @@ _RETRIES: Final = 43
 _VERSION: Final = 2
 
 
-class TakeBack:
+class TakeBack(NamedTuple):
     """What an entry of the access log asks; never changed.
 
     Attributes:
@@ -30,11 +30,8 @@ class TakeBack:
         kind: the kind of its value: TALLY, LOG or CHAIN.
     """
 
-    __slots__ = ("key", "kind")
-
-    def __init__(self, key: str, kind: str) -> None:
-        self.key = key
-        self.kind = kind
+    key: str
+    kind: str
 
 
 def take_from_tally(state: Tally) -> Tally:

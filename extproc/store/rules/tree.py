@@ -14,7 +14,7 @@ A tree knows its newest `MAX_AGENTS` agents. One that is forgotten and returns i
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
 AGENT_LIMITS: Final = ("max_depth", "max_agents", "max_concurrent_agents", "max_spawns_per_minute")
 """In the order in which they are checked."""
@@ -31,7 +31,7 @@ _MAX_DEPTH: Final = 2**16 - 1
 _UNKNOWN_DEPTH: Final = 2
 
 
-class AgentLimits:
+class AgentLimits(NamedTuple):
     """What the agents of one root session may be; -1 for no limit. Never changed.
 
     Attributes:
@@ -42,22 +42,17 @@ class AgentLimits:
         idle_ms: how long an agent is active after a request, in milliseconds.
     """
 
-    __slots__ = ("agents", "concurrent", "depth", "idle_ms", "spawns")
-
-    def __init__(
-        self, depth: int = -1, agents: int = -1, concurrent: int = -1, spawns: int = -1, idle_ms: int = MINUTE_MS
-    ) -> None:
-        self.depth = depth
-        self.agents = agents
-        self.concurrent = concurrent
-        self.spawns = spawns
-        self.idle_ms = idle_ms
+    depth: int = -1
+    agents: int = -1
+    concurrent: int = -1
+    spawns: int = -1
+    idle_ms: int = MINUTE_MS
 
 
 NO_LIMITS: Final = AgentLimits()
 
 
-class TreeStep:
+class TreeStep(NamedTuple):
     """A request's place in a tree, as a part of the question about its session; never changed.
 
     Attributes:
@@ -67,16 +62,13 @@ class TreeStep:
         parent: digest of the name of the agent that started it, or `ROOT`.
     """
 
-    __slots__ = ("agent", "key", "limits", "parent")
-
-    def __init__(self, key: str, limits: AgentLimits, agent: bytes, parent: bytes) -> None:
-        self.key = key
-        self.limits = limits
-        self.agent = agent
-        self.parent = parent
+    key: str
+    limits: AgentLimits
+    agent: bytes
+    parent: bytes
 
 
-class TreeStanding:
+class TreeStanding(NamedTuple):
     """The state of a tree after a request; never changed.
 
     Attributes:
@@ -86,29 +78,10 @@ class TreeStanding:
         began: the agent began with this request.
     """
 
-    __slots__ = ("agents", "began", "depth", "refused")
-
-    def __init__(self, agents: int = 0, refused: int = 0, depth: int = 0, began: bool = False) -> None:  # noqa: FBT001, FBT002  # a field
-        self.agents = agents
-        self.refused = refused
-        self.depth = depth
-        self.began = began
-
-    def __eq__(self, other: object) -> bool:
-        """Compare all fields: stores are compared by their answers."""
-        return isinstance(other, TreeStanding) and self.list_fields() == other.list_fields()
-
-    def __hash__(self) -> int:
-        """Hash the fields that equality compares."""
-        return hash(self.list_fields())
-
-    def __repr__(self) -> str:
-        """All fields."""
-        return f"TreeStanding{self.list_fields()}"
-
-    def list_fields(self) -> tuple[int, int, int, bool]:
-        """All fields, in the order of the arguments."""
-        return self.agents, self.refused, self.depth, self.began
+    agents: int = 0
+    refused: int = 0
+    depth: int = 0
+    began: bool = False
 
 
 # In the byte order of most processors. Remote stores use network byte order, and begin with a version.

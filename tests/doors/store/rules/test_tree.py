@@ -120,7 +120,8 @@ def search(store: Driver, agent: int, parent: int) -> tuple[RootSearch, Step]:
     key, above = (f"root:{one:016x}:7f" for one in (agent, parent))
     asked = RootSearch(key, above, parent.to_bytes(8), 60_000)
     step = ask_in_tree(agent, agent, AgentLimits(depth=5), 0, limit(), key=f"session:p::{parent:016x}:7f", search=asked)
-    step.tree.key = f"tree:p::{parent:016x}:7f"  # type: ignore[union-attr]
+    assert step.tree is not None
+    step.tree = step.tree._replace(key=f"tree:p::{parent:016x}:7f")
     return asked._replace(key=store.name(key), parent_key=store.name(above)), step
 
 
