@@ -24,9 +24,10 @@ from extproc.budgets.guard import (
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule
-from extproc.engine.guards import CALLS, Answer, Guard, RequestBody, renew
+from extproc.engine.guards import CALLS, Answer, Guard, renew
 from extproc.engine.orders import ActiveOverride, sum_raises
 from extproc.engine.plan import Plan
+from extproc.engine.reading import Reading
 from extproc.request.callers import Values, list_others
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
@@ -52,8 +53,8 @@ class BudgetGuard(Guard):
     """
 
     __slots__ = (
-        "_body",
         "_chosen",
+        "_exchange",
         "_named",
         "_plan",
         "_request",
@@ -80,7 +81,7 @@ class BudgetGuard(Guard):
         self._named: Sequence[str] = plan.root_names.read(request, caller) if budget.guard.needs_body else ()
         self._request = request
         self._chosen: list[tuple[PlannedRule, Values]] = []
-        self._body: RequestBody | None = None
+        self._exchange: Reading | None = None
         self.estimate = _NO_TOKENS
 
     def follow(self, values: Values, descriptors: str, place: int) -> BudgetGuard:
@@ -135,42 +136,42 @@ class BudgetGuard(Guard):
         """See `Guard`; what the body would tell is estimated."""
         return any(not planned.body for planned, _ in self._chosen)
 
-    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
+    def read(self, exchange: Reading, missing: list[tuple[str, str]]) -> None:
         """See `Guard`."""
-        self._body = body
-        self.body_crc32 = body.sums.crc32
+        self._exchange = exchange
+        self.body_crc32 = exchange.sums.crc32
         self.tenant = self.name_caller()
         if self._standing is not None:
             self.name_request()
             self._look_up(self._standing)
-        document = body.document
+        document = exchange.look(shadow=self.plan.shadow)
         if document is not None and len(document) > self.plan.inspects:
             document = None
         first = self.first
         if isinstance(first, BudgetGuard):
             self.estimate, self.model = first.estimate, first.model
         else:
-            self.estimate = self._estimate(body, document)
+            self.estimate = self._estimate(exchange, document)
         estimate = self.estimate
         if self.budget.needs_body:
-            self._name_session(body, document)
+            self._name_session(exchange, document)
         reserved: list[Reservation] = []
         for planned, head in self._chosen:
             values: Values | None = head
             if planned.body:
-                values = planned.read_body(document, head, self.plan.id, missing, body.request.hash_key)
+                values = planned.read_body(document, head, self.plan.id, missing, exchange.request.hash_key)
             if values is not None:
                 tenant = self.tenant if values is self.values else planned.name_caller(values)
-                self._reserve(reserved, planned, tenant, estimate, body.scope)
+                self._reserve(reserved, planned, tenant, estimate, exchange.scope)
             else:
                 self.lacks_caller = True
         if self.oversize is None or self.is_allowed:
             self.reserved = reserved
 
-    def _name_session(self, body: RequestBody, document: Document | None) -> None:
+    def _name_session(self, exchange: Reading, document: Document | None) -> None:
         """Find the session's name, if the request has one."""
         with suppress(NotCounted):  # a recorded request whose session was not looked for
-            self._session = body.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
+            self._session = exchange.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
 
     def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
         """Add what a rule's limits take."""
@@ -204,11 +205,11 @@ class BudgetGuard(Guard):
             return amount
         return min(amount, max(limit.limit, rule.cost.reserve(estimate, 0, limit.units)))
 
-    def _estimate(self, body: RequestBody, document: Document | None) -> Estimate:
+    def _estimate(self, exchange: Reading, document: Document | None) -> Estimate:
         """The tokens of the request, if a rule depends on them."""
         if not self.budget.needs_body:
             return _NO_TOKENS
-        size, options = body.sums.length, Options(0, 1, "")
+        size, options = exchange.sums.length, Options(0, 1, "")
         if not size:
             told = self._request.read_header("content-length")
             size = int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
@@ -225,9 +226,9 @@ class BudgetGuard(Guard):
 
     def name_request(self) -> None:
         """See `Guard`; worked out on demand."""
-        body = self._body
-        if body is not None and not self.fingerprint:
-            self.composite, self.fingerprint, _ = body.name(body.sums, self.caller)
+        exchange = self._exchange
+        if exchange is not None and not self.fingerprint:
+            self.composite, self.fingerprint, _ = exchange.name(exchange.sums, self.caller)
 
     def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
         """See `Guard`."""

@@ -25,18 +25,16 @@ from extproc.engine.budget_candidates import BudgetGuard
 from extproc.engine.budget_plan import BudgetPlan
 from extproc.engine.guards import (
     NO_LABELS,
-    NOT_CHANGING,
     Answer,
     Guard,
     Kept,
     LoopGuard,
-    RequestBody,
     SessionGuard,
-    make_excerpt,
 )
 from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
+from extproc.engine.reading import NOT_CHANGING, Reading, make_excerpt
 from extproc.objects import INSPECT_BYTES
 from extproc.policy.bundle import EVERYBODY
 from extproc.request.callers import Values
@@ -85,23 +83,6 @@ class Guards:
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
         spared: outcomes that an operator's order to allow the request has prevented.
     """
-
-    __slots__ = (
-        "active",
-        "budgets",
-        "changing",
-        "contradicted",
-        "failures",
-        "forbidden",
-        "left_out",
-        "missing",
-        "needs_body",
-        "remembers",
-        "sessions",
-        "several",
-        "shadow",
-        "spared",
-    )
 
     def __init__(self, *, shadow: bool) -> None:
         self.shadow = shadow
@@ -252,14 +233,14 @@ class Guards:
                 return guard, stop
         return None
 
-    def read_body(self, body: RequestBody) -> None:
+    def read(self, exchange: Reading) -> None:
         """Let every guard read the body; those that cannot are removed."""
         able: list[Guard] = []
         for guard in self.active:
             if guard.first is not None and guard.first not in able:
                 continue  # what holds for the first caller's holds for all
             try:
-                guard.read_body(body, self.missing)
+                guard.read(exchange, self.missing)
                 second = guard.count_start() if isinstance(guard, SessionGuard) else None
             except NotCounted as why:
                 self._drop(guard, why.reason)
@@ -276,8 +257,8 @@ class Guards:
             if isinstance(guard, LoopGuard) and guard.contradicted:
                 self.contradicted.append(guard.plan.id)
         self.active = able
-        if body.changing:
-            self.changing, body.changing = body.changing, NOT_CHANGING
+        if exchange.changing:
+            self.changing, exchange.changing = exchange.changing, NOT_CHANGING
 
     def note_unpaid(self, budget: BudgetGuard) -> None:
         """Note if a rule does not count a request, because it does not tell who pays."""
@@ -420,21 +401,16 @@ class Guards:
             self.forbidden = plan.id, reason
 
 
-class Exchange:
+class Exchange(Reading):
     """One request under way.
 
     Attributes:
-        request: the request.
         content: its body, if a policy may inspect it.
         document: the parsed body, once a policy may have read it; None if it differs from the bytes that were sent.
-        plain: the body without notes, as it is compared, once a policy may have read it.
         enforcing: the guards whose verdict is the answer.
         shadow: the guards whose verdict has no effect.
         groups: both.
-        sessions: the guards that limit sessions, of both groups.
-        budgets: the guards that limit what callers use, of both groups.
         settles: what one of these takes is settled after the response.
-        size: length of the body in bytes; 0 if unknown.
         inspects: maximum length of a body to keep for inspection, in bytes; 0 for none.
         steers: maximum length of a body to keep for editing, in bytes; 0 for none.
         reads_ends: of bodies longer than `inspects`, an excerpt may be inspected.
@@ -450,47 +426,10 @@ class Exchange:
         conversation_key: where it has been reported as part of a looping conversation; empty if it has not.
     """
 
-    __slots__ = (
-        "_body",
-        "_cause",
-        "_earlier",
-        "_key",
-        "_last",
-        "_scope",
-        "after_notes",
-        "budgets",
-        "content",
-        "conversation_key",
-        "counts_failed",
-        "document",
-        "enforcing",
-        "fails_for_many",
-        "failure",
-        "groups",
-        "inspects",
-        "is_overridden",
-        "leaves_out_notes",
-        "paired",
-        "plain",
-        "plans",
-        "reads_ends",
-        "request",
-        "sessions",
-        "settles",
-        "shadow",
-        "size",
-        "steers",
-        "trace",
-    )
-
     def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
-        self.request = request
+        super().__init__(request, scope)
         self.content: bytes | memoryview | None = None
         self.document: Document | None = None
-        self.plain: Document | None = None
-        self.size = 0
-        self.sessions = _NO_SESSIONS
-        self.budgets = _NO_BUDGETS
         self.settles = False
         self.enforcing = Guards(shadow=False)
         self.shadow = Guards(shadow=True)
@@ -511,9 +450,22 @@ class Exchange:
         self._earlier: Exchange | None = None
         self._last: Guard | None = None
         self.is_overridden = False
-        self._scope = scope
-        self._body: RequestBody | None = None
         self._cause: tuple[Repeat, Cause | None] | None = None
+
+    @property
+    def sessions(self) -> list[SessionGuard]:
+        """The guards that limit sessions, of both groups."""
+        return [*self.enforcing.sessions, *self.shadow.sessions] if self.shadow.sessions else self.enforcing.sessions
+
+    @property
+    def budgets(self) -> list[BudgetGuard]:
+        """The guards that limit what callers use, of both groups."""
+        return [*self.enforcing.budgets, *self.shadow.budgets] if self.shadow.budgets else self.enforcing.budgets
+
+    @property
+    def size(self) -> int:
+        """Length of the body in bytes; 0 if unknown."""
+        return self.sums.length
 
     def describe_counted(self) -> list[str]:
         """JSON that its access log entry has to repeat, so that a request that its upstream fails is taken back."""
@@ -562,8 +514,6 @@ class Exchange:
             return
         own = len(group.active)
         admitted = group.admit(plan, self.request, self._last)
-        if group.sessions:
-            self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
         if admitted:
             self._last = group.active[own] if len(group.active) > own else self._last
             self.counts_failed = self.counts_failed and plan.counts_failed
@@ -579,7 +529,6 @@ class Exchange:
         """Make the plan's budgets a guard of a group."""
         group.admit_budget(plan, budget, self.request, self._last)
         if group.budgets:
-            self.budgets = [*self.enforcing.budgets, *self.shadow.budgets] if self.budgets else group.budgets
             self.settles = self.settles or budget.guard.needs_body
         if budget.needs_body or budget.guard.steers or budget.guard.asks_usage:
             self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
@@ -592,14 +541,12 @@ class Exchange:
 
     def split(self) -> Exchange:
         """Move the shadow policies that need the body into an exchange of their own."""
-        watching = Exchange(self.request, self._scope, self._key)
+        watching = Exchange(self.request, self.scope, self._key)
         watching.shadow.active = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
-        watching.sessions, self.sessions = watching.shadow.sessions, self.enforcing.sessions
         if self.shadow.budgets:
-            watching.budgets = watching.shadow.budgets = [each for each in self.shadow.budgets if each.needs_body]
+            watching.shadow.budgets = [each for each in self.shadow.budgets if each.needs_body]
             self.shadow.budgets = [each for each in self.shadow.budgets if not each.needs_body]
-            self.budgets = [*self.enforcing.budgets, *self.shadow.budgets]
         watching.inspects, watching.reads_ends = self.inspects, self.reads_ends
         watching.settles = self.settles
         watching.paired, watching.counts_failed = self.paired, self.counts_failed
@@ -631,25 +578,19 @@ class Exchange:
             for group in self.groups:
                 group.drop_body_readers(reason)
             sums = NO_BODY
-        self.size = sums.length
-        document, unreadable = None, withheld
-        shortened: Document | None = None
+        self.sums, self.unreadable = sums, withheld
         if self.inspects and content is not None:
             if len(content) > self.inspects and excerpt is None and self.reads_ends and self.is_plain:
                 excerpt = Excerpt(LIST_PATHS, self.inspects)
             try:
                 if excerpt is None:
-                    document, unreadable = self._open_document(content)
+                    self._open_document(content)
                 else:
-                    shortened = self._open_excerpt(excerpt, content)
+                    self._open_excerpt(excerpt, content)
             except Exception as error:  # noqa: BLE001  # guards that need no document still count the request
-                unreadable = UNREADABLE
+                self.unreadable = UNREADABLE
                 group = self.enforcing if self.enforcing.active else self.shadow
                 group.failures += [(guard.plan.id, error) for guard in group.active[:1]]
-        if not (self.enforcing.active or self.shadow.active):
-            return  # no guard counts it, perhaps because its query would take too long to read
-        self._body = RequestBody(self.request, sums, document, unreadable, self._scope)
-        self._body.excerpt = shortened
         self._read_with(self.enforcing)
         if shadow:
             self._read_with(self.shadow)
@@ -671,19 +612,19 @@ class Exchange:
             pass
         return NO_BODY.plus(body)
 
-    def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> Document | None:
-        """The excerpt of a body, without a search for notes; None for none."""
+    def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> None:
+        """Open an excerpt of the body, without a search for notes."""
         shortened = make_excerpt(excerpt, content)
         if shortened is not None:
             self.content, self.plain = bytes(shortened), shortened
-        return shortened
 
-    def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
-        """The body without notes, or None and the reason why it cannot be read."""
+    def _open_document(self, content: bytes | memoryview) -> None:
+        """Open the body, and remove notes, or note why it cannot be read."""
         try:
             text = read_text(content, self.request.headers.get("content-encoding", b""), self.inspects)
         except UnreadableError as error:
-            return None, error.reason
+            self.unreadable = error.reason
+            return
         self.content = text
         data = text if isinstance(text, bytes) else text.tobytes()
         document = Document(data)
@@ -696,7 +637,6 @@ class Exchange:
             self.document = document
         document.prefills = read_path(self.request.path).prefills
         self.plain = document
-        return document, ""
 
     def find_cause(self, repeat: Repeat | None, newer: int = 0) -> Cause | None:
         """See `find_cause`. The note and the report about it ask for the same one."""
@@ -761,26 +701,21 @@ class Exchange:
         Args:
             withheld: why they may not inspect the body; empty if they may.
         """
-        if withheld and self._body is not None:
-            self._body.document, self._body.unreadable, self._body.excerpt = None, withheld, None
+        self.withheld = withheld
         self._read_with(self.shadow)
 
     def _read_with(self, group: Guards) -> None:
         """Complete the fingerprints of a group when the body is open."""
-        body = self._body
-        if body is None or not group.active:
-            return
-        looked_into = body.document or body.excerpt
-        if looked_into is None or len(looked_into) < _MANY_OBJECTS or not gc.isenabled():
-            group.read_body(body)
+        if not group.active:
+            return  # no guard counts it, perhaps because its query would take too long to read
+        if self.plain is None or len(self.plain) < _MANY_OBJECTS or not gc.isenabled():
+            group.read(self)
         else:
             gc.disable()  # it would walk the decoded objects again and again, for longer than decoding takes
             try:
-                group.read_body(body)
+                group.read(self)
             finally:
                 gc.enable()
-        if group.sessions:
-            self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
         for budget in group.budgets:
             group.note_unpaid(budget)
 

@@ -10,13 +10,12 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from extproc.apis import LIST_PATHS, may_declare
-from extproc.apis.excerpt import Excerpt
+from extproc.apis import may_declare
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.budgets.guard import BudgetRules
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
-from extproc.detectors.chain import ChainPlace, read_place
+from extproc.detectors.chain import ChainPlace
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
@@ -35,21 +34,18 @@ from extproc.engine.orders import (
     sum_tool_grants,
 )
 from extproc.engine.plan import Detector, Plan
+from extproc.engine.reading import Reading
 from extproc.request.document import NO_HISTORY, Document, NotCounted, NotJson
 from extproc.request.fingerprint import (
     NO_BODY,
     Body,
-    compose,
-    digest,
     identify,
     join_descriptors,
-    write_head,
-    write_query,
 )
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionKeys, SessionLimiter
-from extproc.sessions.names import Rings, SessionNames
+from extproc.sessions.names import Rings
 from extproc.sessions.rates import Usage
 from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.pushes import AnyPush
@@ -93,8 +89,6 @@ _IDENTITY: Final = 8
 _NO_NAME: Final = bytes(_CALL - CONVERSATION)
 _KILLED: Final = LIMITS.index(KILLED)
 
-NOT_CHANGING: Final[list[tuple[str, str]]] = []
-
 
 class _Calls:
     """Random names for calls, so that a forged access log entry cannot guess the name of another client's call."""
@@ -118,135 +112,15 @@ CALLS: Final = _Calls()
 """Makes names for calls."""
 
 
-class RequestBody:
-    """A request's body and what is derived from it, for all guards that read it.
-
-    The policies of a request are often alike, such as a canary and its policy, so what one guard works out is kept for the
-    next one.
-
-    Attributes:
-        request: the request.
-        sums: length and checksums of the body.
-        document: the body to inspect, None if it cannot be inspected.
-        unreadable: why not.
-        excerpt: of a body that is too long to inspect, else None.
-        scope: attachment name.
-        changing: (policy, limit key) of values just found to change with every request, so that they name no session.
-    """
-
-    __slots__ = (
-        "_caller",
-        "_head",
-        "_looked",
-        "_looked_in",
-        "_most",
-        "_names",
-        "_place",
-        "_placed",
-        "_session",
-        "_sums",
-        "_values",
-        "changing",
-        "document",
-        "excerpt",
-        "request",
-        "scope",
-        "sums",
-        "unreadable",
-    )
-
-    def __init__(self, request: HttpRequest, sums: Body, document: Document | None, unreadable: str, scope: str) -> None:
-        self._sums: Body | None = None
-        self._caller = ""
-        self._names = ("", "", "")
-        self._values: Sequence[str] | None = None
-        self._looked: Document | None = None
-        self._looked_in: tuple[bool, tuple[str, ...], tuple[str, ...]] = (False, (), ())
-        self._placed: Document | None = None
-        self._place: ChainPlace | None = None
-        self._session = ""
-        self._most = 0  # bytes of the excerpt that was made here
-        self.changing = NOT_CHANGING
-        self.request = request
-        self._head = ""
-        self.sums = sums
-        self.document = document
-        self.unreadable = unreadable
-        self.excerpt: Document | None = None
-        self.scope = scope
-
-    @property
-    def head(self) -> str:
-        """The composite up to the body, as `write_head` has it; worked out on demand."""
-        if not self._head:
-            request = self.request
-            query = write_query(request.read_shown_query()) if request.query else ""
-            self._head = write_head(request.method, request.path, query)
-        return self._head
-
-    def name(self, sums: Body, caller: str) -> tuple[str, str, str]:
-        """Composite, fingerprint and check of a guard that compares a body with these sums."""
-        if sums is not self._sums or caller != self._caller:
-            composite = compose(self.head, sums, caller)
-            fingerprint, check = digest(composite, sums)
-            self._sums, self._caller = sums, caller
-            self._names = composite, fingerprint, check
-        return self._names
-
-    def find_session(
-        self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
-    ) -> str:
-        """See `SessionNames.find`."""
-        if values is not self._values or document is not self._looked:
-            looked = document is self._looked and names.looks_in == self._looked_in and values == self._values
-            name = self._session if looked else names.find(values, document)
-            self._session, self._values, self._looked, self._looked_in = name, values, document, names.looks_in
-            changing = names.watch(values, name, document, None if plan.reads_body else caller)
-            if changing:
-                self.changing = [*self.changing, (plan.id, changing)]
-        return self._session
-
-    def find_place(self, document: Document) -> ChainPlace | None:
-        """The request's place in the conversation that it shows; None if unknown."""
-        if document is not self._placed:
-            self._placed, self._place = document, read_place(document)
-        return self._place
-
-    def open(self, most: int, *, ends: bool = False) -> Document:
-        """The document, for a guard that inspects bodies of up to `most` bytes.
-
-        Args:
-            most: bytes.
-            ends: return an excerpt of a longer body.
-
-        Raises:
-            NotCounted: the body is too long, or cannot be read.
-        """
-        document = self.document
-        if document is not None and len(document) <= most:
-            return document
-        if ends and document is not None and most != self._most:
-            self.excerpt, self._most = make_excerpt(Excerpt(LIST_PATHS, most), bytes(document)), most
-        if ends and self.excerpt is not None and len(self.excerpt) <= most:
-            return self.excerpt
-        raise NotCounted(self.unreadable if document is None else "inspect_limit")
-
-
-def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
-    """The excerpt of a body, as `Excerpt.write` has it."""
-    written = excerpt.write(data)
-    return None if written is None else Document(written, shortened=True)
-
-
 class Guard:
-    """One guard and one request; everything below `values` is set by `read_body`.
+    """One guard and one request; everything below `values` is set by `read`.
 
     Attributes:
         plan: the policy.
         compiled: what the policy has compiled for it.
         values: the descriptors that the request has, by name.
         caller: the same, joined as in the composite.
-        caller_in_head: the same without descriptors from the body.
+        caller_in_head: the same without descriptors from the exchange.
         composite: the whole composite.
         fingerprint: its CRC32, 8 hex digits.
         tenant: the caller's name, 16 hex digits; see `CallerNames`.
@@ -260,7 +134,7 @@ class Guard:
         memory: what later requests of the conversation need of this one, None for nothing.
         pushes: `memory` as questions for the store, by the session's name and by what the request shows.
         waits: no verdict is possible before the store has answered the pushes.
-        needs_body: this guard cannot judge the request without its body.
+        needs_body: this guard cannot judge the request without its exchange.
         overrides: operators' orders about the request, as far as it is known.
         labels: what is shown of the caller, by name.
         first: the one with the same rules for the request's first caller; None if this is that one.
@@ -404,11 +278,11 @@ class Guard:
         """Whether it can judge the request although its body is not known."""
         return False
 
-    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
+    def read(self, exchange: Reading, missing: list[tuple[str, str]]) -> None:
         """Work out the names, and what the store is asked to count.
 
         Args:
-            body: of the request.
+            exchange: the request, whose body has come.
             missing: collects (policy, limit key) of what the body does not have.
 
         Raises:
@@ -417,7 +291,7 @@ class Guard:
         raise NotImplementedError
 
     def name_request(self) -> None:
-        """Work out fingerprint and tenant, if `read_body` has not."""
+        """Work out fingerprint and tenant, if `read` has not."""
 
     def recall(self, answers: Sequence[Kept]) -> None:
         """Take the store's answers to the pushes, which may change the verdict.
@@ -473,10 +347,10 @@ class Guard:
         """A part of a key that changes with each release, so that earlier counts are not found again."""
         return renew(name, self.overrides)
 
-    def _read_body_descriptors(self, body: RequestBody, inspected: int, missing: list[tuple[str, str]]) -> None:
+    def _read_body_descriptors(self, exchange: Reading, inspected: int, missing: list[tuple[str, str]]) -> None:
         """Take the whole caller; `inspected` is the largest body that is read, in bytes."""
-        key = body.request.hash_key
-        self.values = self.plan.read_body_descriptors(body.open(inspected), self.values, missing, key)
+        document = exchange.open(inspected, shadow=self.plan.shadow)
+        self.values = self.plan.read_body_descriptors(document, self.values, missing, exchange.request.hash_key)
         self.caller = join_descriptors(self.values)
         self._look_up_caller(whole=True)
 
@@ -534,26 +408,26 @@ class LoopGuard(Guard):
             return stop
         return find_kill([order for order in self.overrides if order.target.session or order.kind == RELEASE])
 
-    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
+    def read(self, exchange: Reading, missing: list[tuple[str, str]]) -> None:
         """See `Guard`."""
-        detector, sums = self.detector, body.sums
+        detector, sums = self.detector, exchange.sums
         if self.plan.reads_body:
-            self._read_body_descriptors(body, detector.max_inspect_bytes, missing)
+            self._read_body_descriptors(exchange, detector.max_inspect_bytes, missing)
         if not self.caller and self.plan.guards_strangers and not detector.needs_no_caller:
             raise NotCounted("missing_descriptor")
         if not detector.needs_body:
             sums = NO_BODY
         elif detector.looks:
-            document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
-            sums = self._compare(body, document) if not document.shortened else self._compare_excerpt(body, document)
+            document = exchange.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends, shadow=detector.shadow)
+            sums = self._compare(exchange, document) if not document.shortened else self._compare_excerpt(exchange, document)
         self.body_crc32 = sums.crc32
-        self.composite, self.fingerprint, check = body.name(sums, self.caller)
+        self.composite, self.fingerprint, check = exchange.name(sums, self.caller)
         self.tenant = self.name_caller()
-        self._name = body.scope, self.fingerprint + check
+        self._name = exchange.scope, self.fingerprint + check
         self._ask()
         if self.memory is not None and self.plan.rings is not None:
             self.waits = self.memory.waits
-            self.pushes = self._list_pushes(self.plan.rings, self.memory, body.scope)
+            self.pushes = self._list_pushes(self.plan.rings, self.memory, exchange.scope)
 
     def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[AnyPush]:
         """Rings are found by a session's name; a request without a turn is known only by the history that it shows."""
@@ -596,18 +470,18 @@ class LoopGuard(Guard):
             counted.append((LOG if hit.window_type == "sliding_log" else TALLY, hit.key))
         return counted
 
-    def _compare(self, body: RequestBody, document: Document) -> Body:
+    def _compare(self, exchange: Reading, document: Document) -> Body:
         """Look into the body; returns the sums of what is compared in its place."""
         similarity, rings, first = self.detector.similarity, self.plan.rings, self.first
         if isinstance(first, LoopGuard):
             self.session, self.subject = first.session, first.subject
             self.compared, self.repeat, self.memory = first.compared, first.repeat, first.memory
             self.compared_exactly = first.compared_exactly
-            return NO_BODY.plus(self.compared) if self.compared is not None else body.sums
+            return NO_BODY.plus(self.compared) if self.compared is not None else exchange.sums
         if self.claim is not None:
             self.contradicted = similarity.contradicts(self.claim, document)
         if similarity.remembers and rings is not None and not self.is_anonymous:
-            self.session = body.find_session(rings, self._in_head, document, self.plan, self.caller)
+            self.session = exchange.find_session(rings, self._in_head, document, self.plan, self.caller)
             named = self.session != ""
             self.compared, self.repeat, self.memory = similarity.compare_in_session(document, named=named)
         else:
@@ -615,13 +489,13 @@ class LoopGuard(Guard):
         self.subject = similarity.find_subject(document)
         if self.compared is not None:
             return NO_BODY.plus(self.compared)
-        self.compared_exactly = body.sums.length > 0
-        return body.sums
+        self.compared_exactly = exchange.sums.length > 0
+        return exchange.sums
 
-    def _compare_excerpt(self, body: RequestBody, document: Document) -> Body:
+    def _compare_excerpt(self, exchange: Reading, document: Document) -> Body:
         """The same for an excerpt, which is all that is known about a body that is too long to be read."""
         try:
-            return self._compare(body, document)
+            return self._compare(exchange, document)
         except NotCounted:
             raise NotCounted("inspect_limit") from None
 
@@ -656,8 +530,8 @@ class SessionGuard(Guard):
     __slots__ = (
         "_agent_id",
         "_agent_limits",
-        "_body",
         "_earlier_steps",
+        "_exchange",
         "_grants",
         "_known_before",
         "_limits",
@@ -700,7 +574,7 @@ class SessionGuard(Guard):
         self._agent_limits = NO_LIMITS
         self._agent_id = ROOT_ID
         self._parent = ROOT_ID.digest
-        self._body: RequestBody | None = None
+        self._exchange: Reading | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
         self._search: RootSearch | None = None
@@ -723,58 +597,58 @@ class SessionGuard(Guard):
         return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
 
     def goes_on_without_body(self) -> bool:
-        """Every request is a step, whatever its body."""
+        """Every request is a step, whatever its exchange."""
         self._unknown = not self.plan.reads_body
         return self._unknown
 
-    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
+    def read(self, exchange: Reading, missing: list[tuple[str, str]]) -> None:
         """See `Guard`."""
         if self.plan.reads_body:
-            self._read_body_descriptors(body, self.limiter.max_inspect_bytes, missing)
+            self._read_body_descriptors(exchange, self.limiter.max_inspect_bytes, missing)
         if not self.caller and self.plan.guards_strangers:
             raise NotCounted("missing_descriptor")
-        self.body_crc32 = body.sums.crc32
+        self.body_crc32 = exchange.sums.crc32
         self.tenant = self.name_caller()
-        self._body = body
+        self._exchange = exchange
         if self._standing is not None:
             self.name_request()
-        document = self._open(body)
-        name = "" if self.is_anonymous else self._find_name(body, document)
+        document = self._open(exchange)
+        name = "" if self.is_anonymous else self._find_name(exchange, document)
         place = None
         if not name and not self.is_anonymous and not self.waits and document is not None:
-            place = body.find_place(document)
+            place = exchange.find_place(document)
         if place is None and not self.waits:
             self._name_session(name)
         if document is not None:
             self._read_calls(document)
         self.call = CALLS.name()
-        self.model = cut_text(find_model(body.request.path, self.calls.model), LONGEST_MODEL)
-        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or DEFAULT_ANSWER)
+        self.model = cut_text(find_model(exchange.request.path, self.calls.model), LONGEST_MODEL)
+        self.reserve = self.limiter.rates.estimate(self.model, exchange.sums.length, self.calls.answer or DEFAULT_ANSWER)
         if place is not None:
             fresh = self.call[:CONVERSATION]
             self._earlier_steps, self._nameless = place.depth, True
             self.waits = place.depth > 0
             entry = digest_continuation(document, place, self.calls.offer) if self.waits and document is not None else b""
-            self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, entry, fresh)]
+            self.pushes = [self.limiter.make_link(exchange.scope, self.tenant, place, entry, fresh)]
             if self.waits:
                 self._place = place
             else:  # a conversation begins, and nothing else can be its name
                 self._name_session(fresh.hex())
         if not self.waits:
-            self._ask(body)
+            self._ask(exchange)
 
     def recall(self, answers: Sequence[Kept]) -> None:
         """See `Guard`; its session is the conversation that it shows, or its agent's root."""
-        if self.agent.hangs and self._body is not None:
+        if self.agent.hangs and self._exchange is not None:
             self._learn_root(answers[0])
-            self._ask(self._body)
+            self._ask(self._exchange)
         for answer in answers:
-            if isinstance(answer, Trail) and self._body is not None:
+            if isinstance(answer, Trail) and self._exchange is not None:
                 self._known_before = answer.name != self.call[:CONVERSATION]
                 self._name_session(answer.name.hex())
                 if not answer.whole or len(answer.entries) != min(self._earlier_steps, MAX_ENTRIES):
                     self._place = None
-                self._ask(self._body)
+                self._ask(self._exchange)
         # Only now is the name known, so only now can an order about it be found.
         if self.waits and not self.limiter.shadow and self.find_stop() is not None:
             self.hit, self._stopped = None, True
@@ -784,27 +658,27 @@ class SessionGuard(Guard):
 
         The conversation may never go on, as in a loop of one prompt. If it does, `join_session` takes it out again.
         """
-        if not self._nameless or self.waits or self.limiter.unnamed is None or self._body is None:
+        if not self._nameless or self.waits or self.limiter.unnamed is None or self._exchange is None:
             return None
         second = SessionGuard(self.plan, self.limiter, self.values, self.caller, self._in_head)
         second.is_second, second.caller_in_head = True, self.caller_in_head
         second.labels, second.tenant, second.body_crc32 = self.labels, self.tenant, self.body_crc32
         second.call, second.calls, second.model, second.reserve = self.call, self.calls, self.model, self.reserve
         second.overrides, second._known, second._of_caller = self._of_caller, self._known, self._of_caller
-        second._standing, second._now, second._body = self._standing, self._now, self._body
+        second._standing, second._now, second._exchange = self._standing, self._now, self._exchange
         second._name_session("")
-        second._ask(self._body)
+        second._ask(self._exchange)
         return second
 
     def join_session(self) -> Settlement | None:
         """Take the start of its conversation from the requests without a session; None if it is not the second request."""
-        standing, limits, body = self.standing, self.limiter.unnamed, self._body
-        if standing is None or limits is None or body is None or not self._known_before:
+        standing, limits, exchange = self.standing, self.limiter.unnamed, self._exchange
+        if standing is None or limits is None or exchange is None or not self._known_before:
             return None
         if standing.limit or standing.retry or standing.steps != _TWICE:
             return None
         unnamed = self._renew(UNNAMED) if self.overrides else UNNAMED
-        key = self.limiter.find_keys(body.scope, self.tenant, unnamed).ledger
+        key = self.limiter.find_keys(exchange.scope, self.tenant, unnamed).ledger
         return Settlement(key, limits, bytes.fromhex(self.session) + _NO_NAME, standing.cost, estimated=False, outcome=JOINED)
 
     def _find_kin(self) -> str:
@@ -827,10 +701,10 @@ class SessionGuard(Guard):
         if not name and (self.limiter.unnamed is None or self.is_anonymous):
             raise NotCounted(UNNAMED)
 
-    def _find_name(self, body: RequestBody, document: Document | None) -> str:
+    def _find_name(self, exchange: Reading, document: Document | None) -> str:
         """The name of the request's session, empty for none, or if only the store knows it."""
-        name = body.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
-        return name if not name or self.agent is NO_AGENT else self._find_root(name, body.scope)
+        name = exchange.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
+        return name if not name or self.agent is NO_AGENT else self._find_root(name, exchange.scope)
 
     def _find_root(self, name: str, scope: str) -> str:
         """The session at the root of an agent's tree, given the one that its request names.
@@ -880,16 +754,16 @@ class SessionGuard(Guard):
             self.agent_name = self.parent_name = ""
             self._agent_id, self._parent = ROOT_ID, ROOT_ID.digest
 
-    def _ask(self, body: RequestBody) -> None:
+    def _ask(self, exchange: Reading) -> None:
         """Make what the store is asked to count."""
         session, unnamed = self._renew(self.session) if self.overrides else self.session, self.session == UNNAMED
-        keys = self.limiter.find_keys(body.scope, self.tenant, session)
+        keys = self.limiter.find_keys(exchange.scope, self.tenant, session)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         granted = sum_tool_grants(self.overrides) if self.overrides and not unnamed else None
         self._limits = self.limiter.extend_tools(granted) if granted else self.limiter.find_limits(self.session)
         self.hit = self.limiter.make_step(
             keys,
-            self._identify(body, keys),
+            self._identify(exchange, keys),
             self.call,
             self.reserve,
             self.calls,
@@ -911,7 +785,7 @@ class SessionGuard(Guard):
         self._agent_limits = limits
         return self.limiter.make_tree_step(keys, self._agent_id.digest, self._parent, limits)
 
-    def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
+    def _identify(self, exchange: Reading, keys: SessionKeys) -> bytes:
         """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
         if self._unknown:
             return self.call[:_IDENTITY]
@@ -919,13 +793,13 @@ class SessionGuard(Guard):
         if place is not None:
             return place.identify(self.calls.offer)
         own = self._agent_id.checksum  # two agents with the same task do not repeat each other
-        return identify(body.head, body.sums, own if self.agent.hangs and own else keys.checksum ^ own)
+        return identify(exchange.head, exchange.sums, own if self.agent.hangs and own else keys.checksum ^ own)
 
     def name_request(self) -> None:
         """See `Guard`; worked out on demand, because it is rarely needed and expensive."""
-        body = self._body
-        if body is not None:
-            self.composite, self.fingerprint, _ = body.name(body.sums, self.caller)
+        exchange = self._exchange
+        if exchange is not None:
+            self.composite, self.fingerprint, _ = exchange.name(exchange.sums, self.caller)
 
     def judge(self, count: Answer) -> Outcome:
         """See `Guard`."""
@@ -950,9 +824,10 @@ class SessionGuard(Guard):
     def _find_narrowing(self, standing: Standing) -> Narrowing | None:
         """See `SessionLimiter.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""
         found = self.limiter.find_narrowing(standing, self._limits, self._grants, self.calls)
-        if found is None or found.removes or self._body is None or self._body.document is None:
+        document = self._exchange.look(shadow=self.limiter.shadow) if self._exchange is not None else None
+        if found is None or found.removes or document is None:
             return found
-        declares = self.calls.offer != OFFERS_NONE and may_declare(self._body.document, found.scarce)
+        declares = self.calls.offer != OFFERS_NONE and may_declare(document, found.scarce)
         return found if declares else None
 
     def _know(self, outcome: Outcome) -> Outcome:
@@ -1008,13 +883,13 @@ class SessionGuard(Guard):
     @property
     def nameless(self) -> Document | None:
         """The document of a request whose session is known only by the conversation that it shows; None for others."""
-        body = self._body
-        return body.document if self._nameless and body is not None else None
+        exchange = self._exchange
+        return exchange.look(shadow=self.limiter.shadow) if self._nameless and exchange is not None else None
 
-    def _open(self, body: RequestBody) -> Document | None:
+    def _open(self, exchange: Reading) -> Document | None:
         """The document, None where it cannot be read."""
         try:
-            return body.open(self.limiter.max_inspect_bytes)
+            return exchange.open(self.limiter.max_inspect_bytes, shadow=self.limiter.shadow)
         except NotCounted as why:
             self.unreadable = why.reason
             return None

@@ -26,8 +26,8 @@ from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, His
 from extproc.detectors.turn import AnyTurn, Turn
 from extproc.detectors.turns import Turns
 from extproc.engine.engine import Engine
-from extproc.engine.guards import make_excerpt
 from extproc.engine.plan import Detector
+from extproc.engine.reading import make_excerpt
 from extproc.policy.loader import load
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from extproc.request.document import INSPECTION, Document, NotCounted

@@ -1,0 +1,126 @@
+"""A request as its guards read it: its head, its body once that has come, and what is worked out of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.apis import LIST_PATHS
+from extproc.apis.excerpt import Excerpt
+from extproc.detectors.chain import ChainPlace, read_place
+from extproc.engine.plan import Plan
+from extproc.request.document import Document, NotCounted
+from extproc.request.fingerprint import NO_BODY, Body, compose, digest, write_head, write_query
+from extproc.request.http import HttpRequest
+from extproc.sessions.names import SessionNames
+
+NOT_CHANGING: Final[list[tuple[str, str]]] = []
+
+
+class Reading:
+    """What guards know of a request.
+
+    The policies of a request are often alike, such as a canary and its policy, so what one guard works out is kept for the next
+    one. Shadow policies read only after the enforcing ones.
+
+    Attributes:
+        request: the request.
+        scope: attachment name.
+        sums: length and checksums of the body.
+        plain: the body without notes, as it is compared, or an excerpt of one that is too long; None if it cannot be inspected.
+        unreadable: why not.
+        withheld: why shadow policies may not inspect it; empty if they may.
+        changing: (policy, limit key) of values just found to change with every request, so that they name no session.
+    """
+
+    def __init__(self, request: HttpRequest, scope: str) -> None:
+        self.request = request
+        self.scope = scope
+        self.sums = NO_BODY
+        self.plain: Document | None = None
+        self.unreadable = ""
+        self.withheld = ""
+        self.changing = NOT_CHANGING
+        self._head = ""
+        self._named: Body | None = None
+        self._caller = ""
+        self._names = ("", "", "")
+        self._values: Sequence[str] | None = None
+        self._looked: Document | None = None
+        self._looked_in: tuple[bool, tuple[str, ...], tuple[str, ...]] = (False, (), ())
+        self._session = ""
+        self._placed: Document | None = None
+        self._place: ChainPlace | None = None
+        self._excerpt: Document | None = None
+        self._most = 0  # bytes of that excerpt
+
+    @property
+    def head(self) -> str:
+        """The composite up to the body, as `write_head` has it; worked out on demand."""
+        if not self._head:
+            request = self.request
+            query = write_query(request.read_shown_query()) if request.query else ""
+            self._head = write_head(request.method, request.path, query)
+        return self._head
+
+    def name(self, sums: Body, caller: str) -> tuple[str, str, str]:
+        """Composite, fingerprint and check of a guard that compares a body with these sums."""
+        if sums is not self._named or caller != self._caller:
+            composite = compose(self.head, sums, caller)
+            fingerprint, check = digest(composite, sums)
+            self._named, self._caller = sums, caller
+            self._names = composite, fingerprint, check
+        return self._names
+
+    def find_session(
+        self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
+    ) -> str:
+        """See `SessionNames.find`."""
+        if values is not self._values or document is not self._looked:
+            looked = document is self._looked and names.looks_in == self._looked_in and values == self._values
+            name = self._session if looked else names.find(values, document)
+            self._session, self._values, self._looked, self._looked_in = name, values, document, names.looks_in
+            changing = names.watch(values, name, document, None if plan.reads_body else caller)
+            if changing:
+                self.changing = [*self.changing, (plan.id, changing)]
+        return self._session
+
+    def find_place(self, document: Document) -> ChainPlace | None:
+        """The request's place in the conversation that it shows; None if unknown."""
+        if document is not self._placed:
+            self._placed, self._place = document, read_place(document)
+        return self._place
+
+    def look(self, *, shadow: bool) -> Document | None:
+        """The whole body for a guard of any or of a shadow policy; None if it cannot be inspected."""
+        plain = self.plain
+        return None if plain is None or plain.shortened or (shadow and self.withheld) else plain
+
+    def open(self, most: int, *, ends: bool = False, shadow: bool = False) -> Document:
+        """The document, for a guard that inspects bodies of up to `most` bytes.
+
+        Args:
+            most: bytes.
+            ends: return an excerpt of a longer body.
+            shadow: its policy is in shadow mode.
+
+        Raises:
+            NotCounted: the body is too long, or cannot be read.
+        """
+        plain = self.plain
+        if shadow and self.withheld:
+            raise NotCounted(self.withheld)
+        if plain is not None and len(plain) <= most and (ends or not plain.shortened):
+            return plain
+        if ends and plain is not None and not plain.shortened:
+            if most != self._most:
+                self._excerpt, self._most = make_excerpt(Excerpt(LIST_PATHS, most), bytes(plain)), most
+            if self._excerpt is not None:
+                return self._excerpt
+        raise NotCounted(self.unreadable if plain is None or plain.shortened else "inspect_limit")
+
+
+def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
+    """The excerpt of a body, as `Excerpt.write` has it."""
+    written = excerpt.write(data)
+    return None if written is None else Document(written, shortened=True)
