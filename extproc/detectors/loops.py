@@ -5,9 +5,10 @@ results of tools, observations, the user's words. Two turns are equal if both pa
 part of a loop if
 
 - REPEAT: t of the last 2t + 4 turns equal it, itself included, and at most t - 2 turns between the first and the last of these
-  are new (more than thoughts, and not seen before in the last 32 turns). An agent that edits and runs the same tests has new
-  turns in between;
-- CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1) rounds from length 5 on;
+  are new (more than thoughts, and not seen before in the turns that are looked at). An agent that edits and runs the same
+  tests has new turns in between;
+- CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1) rounds from length 5 on; at
+  most 32 turns in all;
 - ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an assistant that only talks.
 
 Only turns after a person's newest message are looked at. Such a message answers no call and no action, and occurs only once,
@@ -20,7 +21,8 @@ not found, if the actions differ. All other loops are weak.
 The request shows enough; nothing is counted. If its history was condensed or is kept by the server, a ring with the newest turn
 of each earlier request supplies the rest. A turn whose action is unknown always counts as new, and is not part of a cycle.
 
-Turns are read from the newest to older ones, only as far as a loop could still be found.
+The last 32 turns are looked at. If a threshold of the newest turn's tools needs more, so many are, up to 64, as far as the
+request itself shows them. Turns are read from the newest to older ones, only as far as a loop could still be found.
 """
 
 from __future__ import annotations
@@ -58,8 +60,11 @@ from extproc.detectors.turn import (
 )
 from extproc.request.document import Document, NotCounted
 
-MAX_TURNS: Final = 32
-"""Maximum number of turns that are looked at, and that a ring contains."""
+USUAL_TURNS: Final = 32
+"""Number of turns that are looked at if no tool's threshold needs more, and that a ring contains."""
+
+MAX_TURNS: Final = 64
+"""Maximum number of turns that are looked at."""
 
 DEFAULT_MAX_CYCLE: Final = 10
 MIN_CYCLE: Final = 2
@@ -70,6 +75,11 @@ RESULT: Final = "result"
 CYCLE: Final = "cycle"
 ERROR: Final = "error"
 """The rules; RESULT is REPEAT for unknown actions."""
+
+
+def count_window(threshold: int) -> int:
+    """The number of turns in which a turn must repeat."""
+    return 2 * threshold + 4
 
 
 class Newest(Generic[Step]):
@@ -124,8 +134,8 @@ class History(Newest[AnyTurn]):
     def __init__(
         self, source: Iterator[AnyTurn], reading: Reading | None = None, *, elsewhere: bool = False, after: bytes = b""
     ) -> None:
-        """Take turns from a source: a request's `reading`, or the store's entries."""
-        self._source = islice(source, MAX_TURNS)
+        """Take turns from a source: as many as are looked at of a request's `reading`, or of the store's entries."""
+        self._source = source
         self._taken = []
         self.again: list[int] = []
         self.compared = 1
@@ -160,21 +170,21 @@ class History(Newest[AnyTurn]):
         A prefill has at most two words, or begins an earlier answer, too. Anything else that the assistant says is new.
         """
         newest = self.at(0)
-        if not isinstance(newest, Turn) or not _only_speaks(newest):
+        if not isinstance(newest, Turn) or not only_speaks(newest):
             return False
         said = newest.said
-        begun = any(turn.said.startswith(said) for turn in self.newest(MAX_TURNS)[1:] if isinstance(turn, Turn))
+        begun = any(turn.said.startswith(said) for turn in self.newest(USUAL_TURNS)[1:] if isinstance(turn, Turn))
         return begun or len(said.split()) <= _PREFILLED_WORDS
 
     def find_newest(self) -> int:
         """The place of the newest turn to keep for the session; -1 if the request has no new turn."""
         place = 0
-        if _only_speaks(self.at(0)):
+        if only_speaks(self.at(0)):
             if not self.is_prefilled():
                 return -1
             place = 1
         turn = self.at(place)
-        return place if isinstance(turn, Turn) and not _only_speaks(turn) else -1
+        return place if isinstance(turn, Turn) and not only_speaks(turn) else -1
 
     def keep(self, *, named: bool) -> KeptTurn | None:
         """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""
@@ -185,7 +195,7 @@ class History(Newest[AnyTurn]):
         return KeptTurn(self, place, turn.reduce(), turn.identify() if named else None, in_text=turn.in_text)
 
     def count_since_person(self) -> int:
-        """The number of turns since a person's newest message; MAX_TURNS if there is none."""
+        """The number of turns since a person's newest message; MAX_TURNS if none is among those that are looked at."""
         if self._since is None:
             words: list[bytes] = []
             with suppress(NotCounted):  # unreadable turns further back do not matter
@@ -215,7 +225,7 @@ class KeptTurn:
         place: its place among the turns that the request shows.
         entry: its entry for the ring.
         identity: digest of 8 bytes, the same for a retry, even with another model; empty if the session has no name.
-        complete: the request shows all turns that are looked at.
+        complete: the request shows as many turns as a ring contains.
         in_text: see `Turn`.
     """
 
@@ -223,11 +233,11 @@ class KeptTurn:
 
     def __init__(self, history: History, place: int, newest: Reduced, identity: bytes | None, *, in_text: bool) -> None:
         """Take what is needed from the history, without keeping the request; see `Turn.identify` for `identity`."""
-        shown = len(history.newest(MAX_TURNS)) - place
+        shown = len(history.newest(USUAL_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest
         self.shown = shown
-        before_it = history.newest(MAX_TURNS)[place + 1 :]
+        before_it = history.newest(USUAL_TURNS)[place + 1 :]
         self.passes_over = True in [isinstance(turn, Turn) and turn.stands_alone for turn in before_it]
         self.in_text = in_text
         self.place = place
@@ -235,7 +245,7 @@ class KeptTurn:
         self.identity = b""
         if identity is not None:
             self.identity = digest(b"%b %d %b %b" % (history.after, shown, identity, self.entry))
-        self.complete = place + shown == MAX_TURNS
+        self.complete = place + shown == USUAL_TURNS
         self._before = before.action_hash if before is not None else None
 
     def extend(self, entries: Sequence[bytes], *, followed: bool = False, always: bool = False) -> History | None:
@@ -252,7 +262,7 @@ class KeptTurn:
             alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
             if len(alike) < MIN_SIMILAR - 1:
                 return None
-        past = list(entries[-MAX_TURNS:][::-1])
+        past = list(entries[-USUAL_TURNS:][::-1])
         if self.entry in past:
             del past[: past.index(self.entry) + 1]
         turns = [decode_turn(entry) for entry in past]
@@ -261,7 +271,7 @@ class KeptTurn:
         ):  # go on from the turn before, as the request shows it; if it is not there, this is another conversation
             place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
             del turns[:place]
-        return History(iter([self.newest, *turns]))
+        return History(iter([self.newest, *turns[: USUAL_TURNS - 1]]))
 
     def _returns_again(self, entries: Sequence[bytes]) -> bool:
         """Whether another of a ring's entries has the same result."""
@@ -279,6 +289,8 @@ class TurnRule:
 
     Attributes:
         threshold: the threshold without a tool's own.
+        fewest: the number of turns from which on a loop is possible.
+        most: number of turns that are read of a request.
     """
 
     def __init__(  # noqa: PLR0913  # settings
@@ -290,6 +302,7 @@ class TurnRule:
         ignored: frozenset[str] = THOUGHTS,
         filled: int = 0,
         notes: bool = False,
+        most: int = USUAL_TURNS,
     ) -> None:
         """Take the settings.
 
@@ -300,11 +313,13 @@ class TurnRule:
             ignored: names of arguments that are thoughts.
             filled: a cycle that needs more turns than this is a loop once it fills this many; 0 for no such bound.
             notes: also look for loops that get a note at most.
+            most: number of turns to read of a request.
         """
+        self.most = most
         self._notes = notes
         self._filled = filled
         self._limits = limits
-        self._fewest = limits.lowest
+        self.fewest = limits.lowest
         self.threshold = limits.default.threshold
         self._max_cycle = max_cycle
         self._normalized = normalize_results
@@ -321,7 +336,7 @@ class TurnRule:
         turns = reading.read_turns()
         if document.shortened and conversation.shape.joins is not None:
             turns = leave_out_last(turns)
-        history = History(turns, reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        history = History(islice(turns, self.most), reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
         if not conversation.elsewhere and not history.shows_newest():
             history.elsewhere = True
         if conversation.before.in_words:
@@ -336,7 +351,7 @@ class TurnRule:
             NotCounted: some turn cannot be read.
         """
         newest = history.at(0)
-        if newest is None or history.at(self._fewest - 1) is None:
+        if newest is None or history.at(self.fewest - 1) is None:
             return None
         found = self._find_loop(history)
         if found is None and history.is_prefilled():
@@ -353,7 +368,9 @@ class TurnRule:
             return False
         if not newest.known or newest.failed:
             return True
-        return any(same_action(newest, turn) for turn in history.newest(max(2 * self.threshold + 4, self._max_cycle + 1))[1:])
+        return any(
+            same_action(newest, turn) for turn in history.newest(max(count_window(self.threshold), self._max_cycle + 1))[1:]
+        )
 
     def may_loop(self, newest: AnyTurn) -> bool:
         """Whether a turn may be part of a loop, whatever was before it."""
@@ -364,7 +381,7 @@ class TurnRule:
         if newest is None or not self.may_loop(newest):
             return None
         limit = self._limits.of(newest.names)
-        looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
+        looked_at = history.newest(max(count_window(limit.threshold), self._max_cycle + 1))
         for place in range(history.compared, len(looked_at)):  # shared by a detector's rules, which differ only in thresholds
             if same_turn(newest, looked_at[place], normalized=self._normalized):
                 history.again.append(place)
@@ -387,7 +404,7 @@ class TurnRule:
 
     def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
         """The loop if the newest turn is too frequent among the last ones, with hardly anything new in between."""
-        window = 2 * limit.threshold + 4
+        window = count_window(limit.threshold)
         places = [place for place in again if place < window]
         if len(places) + 1 >= limit.threshold and newest.evidence & READS:
             changed = next((place for place in range(places[-1]) if _changes(history, place)), window)
@@ -424,9 +441,9 @@ class TurnRule:
         members = history.newest(length)
         limits = [self._limits.of(turn.names) for turn in members]
         rounds = count_rounds(length, max([limit.threshold for limit in limits]))
-        span = min(length * rounds, self._filled or MAX_TURNS + 1)
+        span = min(length * rounds, self._filled or USUAL_TURNS + 1)
         known = not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
-        if span > MAX_TURNS or not known or not history.is_cycle(length, span, self._same):
+        if span > USUAL_TURNS or not known or not history.is_cycle(length, span, self._same):
             return None
         names = tuple([name for turn in reversed(members) for name in turn.names])
         reason = next((limit.reason for limit in limits if limit.reason), "")
@@ -460,7 +477,7 @@ class TurnRule:
     def count(self, history: History, newest: AnyTurn) -> Repeat:
         """How often the newest turn occurs, if that is no loop."""
         limit = self._limits.of(newest.names)
-        turns = history.newest(2 * limit.threshold + 4)
+        turns = history.newest(count_window(limit.threshold))
         again = sum([turn is newest or same_turn(newest, turn, normalized=self._normalized) for turn in turns])
         below = min(again, limit.threshold - 1)  # it may occur more often, with many new turns in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
@@ -472,6 +489,6 @@ def _changes(history: History, place: int) -> bool:
     return turn is not None and turn.evidence & CHANGES != 0
 
 
-def _only_speaks(turn: AnyTurn | None) -> bool:
+def only_speaks(turn: AnyTurn | None) -> bool:
     """Whether the assistant only says something, and nothing follows."""
     return isinstance(turn, Turn) and not turn.answered and not turn.action.places

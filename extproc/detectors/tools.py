@@ -57,6 +57,7 @@ class ToolLimits:
     Attributes:
         default: the limit of tools without an entry.
         lowest: the lowest threshold.
+        highest: the highest one.
         widest: the widest window, in calls.
     """
 
@@ -65,6 +66,7 @@ class ToolLimits:
         self._tools = tools or {}
         self.default = Limit(threshold, window_calls=window_calls)
         self.lowest = min([threshold, *[limit.threshold for limit in self._tools.values()]])
+        self.highest = max([threshold, *[limit.threshold for limit in self._tools.values()]])
         self.widest = max([window_calls, *[limit.window_calls for limit in self._tools.values()]])
         self._patterns = [(name.split("*"), limit) for name, limit in self._tools.items() if "*" in name]
 

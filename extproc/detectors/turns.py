@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 from typing import Any, ClassVar, Final
 
 from extproc.bounded import Memo
@@ -18,7 +18,20 @@ from extproc.detectors.arguments import share_names
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow
+from extproc.detectors.loops import (
+    CYCLE,
+    ERROR,
+    MAX_TURNS,
+    REPEAT,
+    RESULT,
+    USUAL_TURNS,
+    History,
+    KeptTurn,
+    TurnRule,
+    count_window,
+    follow,
+    only_speaks,
+)
 from extproc.detectors.similar_turns import SIMILAR_ERROR
 from extproc.detectors.tools import find_window_errors
 from extproc.detectors.turn import MISSING, Turn
@@ -28,8 +41,8 @@ from extproc.request.quoting import quote_all
 
 MAX_THRESHOLD = 8
 
-MAX_TOOL_THRESHOLD = 14
-"""A threshold t takes the last 2t + 4 turns, and at most 32 are kept."""
+MAX_TOOL_THRESHOLD = 30
+"""A threshold t takes the last 2t + 4 turns, and at most 64 are looked at."""
 
 NESTED_PROMPT = "nested_prompt"
 NO_TURNS = "no turns: the assistant has not done anything yet"
@@ -78,7 +91,10 @@ class Turns(HistorySimilarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         self.ignored = share_names(frozenset(keys.ignore_arguments))
-        rules = [self._make_rule(step, notes=place == 0) for place, step in enumerate(keys.list_steps(self.default_threshold))]
+        steps = keys.list_steps(self.default_threshold)
+        self._strictest = steps[-1].make_limits(self.default_threshold)
+        self._most = max(USUAL_TURNS, count_window(self._strictest.highest))
+        rules = [self._make_rule(step, notes=place == 0) for place, step in enumerate(steps)]
         self.rule = rules[0]
         self._rules = list(enumerate(rules))[::-1]
         self.last_step = len(rules) - 1
@@ -91,9 +107,9 @@ class Turns(HistorySimilarity):
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
         """The rules by which weak loops get more than the mildest action, each with the step it allows; strictest first."""
         if self.last_step <= 1:
-            return [(self.last_step, self._make_rule(keys.wait_until(threshold), MAX_TURNS))]
-        strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), MAX_TURNS)
-        return [(self.last_step, strictest), (1, self._make_rule(keys.wait_until(threshold), MAX_TURNS - _NOW_STRICTEST))]
+            return [(self.last_step, self._make_rule(keys.wait_until(threshold), USUAL_TURNS))]
+        strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), USUAL_TURNS)
+        return [(self.last_step, strictest), (1, self._make_rule(keys.wait_until(threshold), USUAL_TURNS - _NOW_STRICTEST))]
 
     def _make_rule(self, keys: SimilarityKeys, filled: int = 0, *, notes: bool = False) -> TurnRule:
         return TurnRule(
@@ -103,6 +119,7 @@ class Turns(HistorySimilarity):
             ignored=self.ignored,
             filled=filled,
             notes=notes,
+            most=self._most,
         )
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
@@ -168,6 +185,8 @@ class Turns(HistorySimilarity):
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that finds one; None for none."""
         best: Repeat | None = None
+        if self._most > USUAL_TURNS:  # some tool's threshold needs more
+            history = self._narrow(history)
         for step, rule in self._rules:
             found = rule.find_loop(history)
             if found is None:
@@ -178,6 +197,14 @@ class Turns(HistorySimilarity):
             if best.step >= step - 1 and not best.held:
                 break
         return best
+
+    def _narrow(self, history: History) -> History:
+        """The turns to look at: more than usual only if thresholds of the newest turn's tools need them."""
+        newest = history.at(1 if only_speaks(history.at(0)) else 0)  # behind a prefill, the turn before it may be in a loop
+        if newest is None or history.at(self.rule.fewest - 1) is None:
+            return history
+        most = max(USUAL_TURNS, count_window(self._strictest.of(newest.names).threshold))
+        return history if most == self._most else History(islice(follow(history, 0), most))
 
     def look_back(self, history: History, found: Repeat | None, place: ChainPlace | None = None) -> Repeat | None:
         """Add the loops that the history showed earlier to a loop; if it has left one, they are added to `_NO_REPEAT`.
@@ -212,7 +239,7 @@ class Turns(HistorySimilarity):
 
     def show(self, document: Document) -> list[str]:
         """The turns that are looked at, oldest first; see `Similarity`."""
-        turns = self.rule.read(document).newest(MAX_TURNS)
+        turns = self._narrow(self.rule.read(document)).newest(MAX_TURNS)
         return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
 
     def describe(self, repeat: Repeat | None) -> str:

@@ -18,7 +18,7 @@ from extproc.apis.conversation import Conversation
 from extproc.bounded import Memo
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
-from extproc.detectors.loops import MAX_TURNS
+from extproc.detectors.loops import USUAL_TURNS
 from extproc.request.clients import AGENTS, PARENT_SESSION, SESSION_HEADERS, USER_ID
 from extproc.request.document import ABSENT, Document, NotCounted, check_members, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
@@ -217,7 +217,7 @@ class Rings(SessionNames):
     def make_push(self, detector: str, scope: str, tenant: str, session: str, memory: Memory) -> Push:
         """The entry that the store has to keep of a request, for one detector."""
         key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
-        return Push(key, memory.entry, memory.identity, MAX_TURNS, self._idle_ms)
+        return Push(key, memory.entry, memory.identity, USUAL_TURNS, self._idle_ms)
 
 
 def hash_session(key: str, value: str) -> str:

@@ -290,7 +290,7 @@ TURNS: dict[str, object] = {"similarity": "turns"}
 MCP: dict[str, object] = {"similarity": "mcp"}
 
 
-FITS = "threshold must be <= 14 with similarity turns: 32 turns are compared"
+FITS = "threshold must be <= 30 with similarity turns: 64 turns are compared"
 
 
 STEER: dict[str, Any] = {"action": "steer"}
@@ -482,7 +482,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         [("/threshold_identical_requests", "threshold_identical_requests must be <= 8 with similarity turns")],
     ),
     (
-        TURNS | {"tools": {"f": {"threshold": 15, "window_calls": 9}, "g": {"threshold": 14}}},
+        TURNS | {"tools": {"f": {"threshold": 31, "window_calls": 9}, "g": {"threshold": 30}}},
         [
             ("/tools/f/threshold", f"{FITS}; to permit a tool more, set allow"),
             ("/tools/f/window_calls", "window_calls belongs to similarity tool_calls"),
@@ -519,7 +519,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         [("/escalate/reject", "reject must be <= 8 with similarity turns")],
     ),
     (
-        TURNS | STEER | {"escalate": {"reject": 5}, "tools": {"f": {"threshold": 12}, "g": {"threshold": 13}}},
+        TURNS | STEER | {"escalate": {"reject": 5}, "tools": {"f": {"threshold": 28}, "g": {"threshold": 29}}},
         [("/escalate/reject", f"{FITS}; to permit a tool more, set allow; escalate raises /tools/g/threshold by 2")],
     ),
     (CALLS | STEER | {"escalate": {"reject": 11}}, [never("/escalate/reject", 11, 10)]),

@@ -93,20 +93,43 @@ class Rules:
         weak: `weak_threshold`.
         offers: the requests have tools.
         max_cycle: as in the policy.
+        tools: the thresholds of tools that have their own.
     """
 
     ladder: tuple[tuple[str, int], ...] = (("steer", 3), ("reject", 7))
     weak: int | None = 14
     offers: bool = True
     max_cycle: int = 10
+    tools: tuple[tuple[str, int], ...] = ()
+
+    def at(self, step: int) -> Thresholds:
+        """The thresholds of a step of the ladder, by tool; "" is for all others."""
+        threshold, first = self.ladder[step][1], self.ladder[0][1]
+        return {"": threshold, **{tool: own + threshold - first for tool, own in self.tools}}
+
+    def patient(self, threshold: int) -> Thresholds:
+        """The thresholds at which weak loops may get more."""
+        return {"": threshold, **{tool: max(own, threshold) for tool, own in self.tools}}
+
+    def count_seen(self, newest: Turn) -> int:
+        """The number of turns that are looked at: 32, or all in which a tool with a threshold of its own may repeat."""
+        own = self.at(len(self.ladder) - 1).get(newest.tool or "nothing", 0)
+        return max(32, 2 * own + 4)
+
+
+Thresholds = dict[str, int]
+
+
+def _of(turn: Turn, thresholds: Thresholds) -> int:
+    return thresholds.get(turn.tool, thresholds[""])
 
 
 def judge(turns: Sequence[Turn], rules: Rules) -> str:
     """What is done about the request whose newest turn is the last of these."""
-    seen = _since_a_person_spoke(list(turns)[-32:])
-    loops = [(step, strong) for step, (_, times) in enumerate(rules.ladder) for strong in _loops(seen, times, rules)]
+    seen = _since_a_person_spoke(list(turns)[-rules.count_seen(turns[-1]) :])
+    loops = [(step, strong) for step in range(len(rules.ladder)) for strong in _loops(seen, rules.at(step), rules)]
     if not loops:
-        return _note(rules) if _fails_alike(seen, max(6, rules.ladder[0][1])) else "allow"
+        return _note(rules) if seen and _fails_alike(seen, max(6, _of(seen[-1], rules.at(0)))) else "allow"
     last = len(rules.ladder) - 1
     reach = last if rules.weak is None else _reach(seen, rules, rules.weak, last)
     if reach < 0 and not any(strong for _, strong in loops):
@@ -122,7 +145,7 @@ def _note(rules: Rules) -> str:
 def _fails_alike(turns: list[Turn], times: int) -> bool:
     """The newest failure was there often, but for numbers."""
     last = turns[-times - 4 :]
-    return bool(last) and last[-1].failed and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
+    return last[-1].failed and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
 
 
 def _mildest(rules: Rules) -> str:
@@ -133,10 +156,10 @@ def _mildest(rules: Rules) -> str:
 def _reach(seen: list[Turn], rules: Rules, weak: int, last: int) -> int:
     """The last step that a weak loop may take by now; -1 for not even the first one in earnest."""
     if last <= 1:
-        return last if _loops(seen, weak, rules, full=32) else -1
-    if _loops(seen, weak + 2, rules, full=32):
+        return last if _loops(seen, rules.patient(weak), rules, full=32) else -1
+    if _loops(seen, rules.patient(weak + 2), rules, full=32):
         return last
-    return 1 if _loops(seen, weak, rules, full=30) else -1
+    return 1 if _loops(seen, rules.patient(weak), rules, full=30) else -1
 
 
 def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
@@ -149,9 +172,12 @@ def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
     return turns
 
 
-def _loops(turns: list[Turn], threshold: int, rules: Rules, full: int = 0) -> list[bool]:
+def _loops(turns: list[Turn], thresholds: Thresholds, rules: Rules, full: int = 0) -> list[bool]:
     """The loops that the last turn is part of: of each, whether it is strong. `full`: turns that are enough for a cycle."""
-    return [*_repeats(turns, threshold, rules), *_cycles(turns, threshold, rules, full), *_errors(turns, threshold, rules)]
+    if not turns:
+        return []
+    own = _of(turns[-1], thresholds)
+    return [*_repeats(turns, own, rules), *_cycles(turns, thresholds, rules, full), *_errors(turns, own, rules)]
 
 
 def find_long_action(turns: Sequence[Turn], threshold: int, rules: Rules) -> list[bool]:
@@ -179,8 +205,6 @@ def find_action_cycle(turns: Sequence[Turn], threshold: int, rules: Rules) -> li
 
 
 def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
-    if not turns:
-        return []
     newest, window = turns[-1], 2 * threshold + 4
     equal = [place for place in range(max(0, len(turns) - window), len(turns)) if turns[place] == newest]
     if newest.role == READS and len(equal) >= threshold:
@@ -196,9 +220,10 @@ def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
     return [_is_strong([newest], rules)]
 
 
-def _cycles(turns: list[Turn], threshold: int, rules: Rules, full: int) -> list[bool]:
+def _cycles(turns: list[Turn], thresholds: Thresholds, rules: Rules, full: int) -> list[bool]:
     found = []
     for length in range(2, rules.max_cycle + 1):
+        threshold = max(_of(turn, thresholds) for turn in turns[-length:])
         rounds = threshold if length < 5 else max(2, threshold - 1)
         needed = min(length * rounds, full) if full else length * rounds
         if needed > 32 or len(turns) < needed:
@@ -210,7 +235,7 @@ def _cycles(turns: list[Turn], threshold: int, rules: Rules, full: int) -> list[
 
 
 def _errors(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
-    count = 2 * threshold if not turns or turns[-1].tool else max(6, 2 * threshold)
+    count = 2 * threshold if turns[-1].tool else max(6, 2 * threshold)
     last = turns[-count:]
     if len(last) < count or not last[-1].failed or len({turn.result for turn in last}) > 1:
         return []
@@ -263,14 +288,16 @@ class MadeUp:
         self.people += 1
         return Turn("", "OK, next.", f"Heartbeat {self.people}: anything new?")
 
-    def conversation(self, most: int = 44) -> list[Turn]:
-        """Some work, a loop, and perhaps something between its rounds or behind it."""
+    def conversation(self, most: int = 44, around: Sequence[int] = ()) -> list[Turn]:
+        """Some work, a loop, and perhaps something between its rounds or behind it; `around`: thresholds to come close to."""
         dice = self.dice
         unit = [self.turn() for _ in range(dice.choice([1, 1, 1, 1, 2, 2, 3, 4, 5, 7]))]
         turns = [self.fresh() if dice.random() < 0.6 else self.turn() for _ in range(dice.choice([0, 1, 3, 9]))]
         rounds = dice.choice([2, 3, 4, 6, 8, 9, 14, 15, 16, 18, -(-29 // len(unit)), -(-31 // len(unit))])
+        if around:
+            rounds = dice.choice([rounds, *[each + more for each in around for more in (-1, 0, 1, 2, 4)]])
         tried = dice.choice([1] * 6 + [3, 9, 99])
-        disturbed = dice.choice([0.0, 0.12])
+        disturbed = dice.choice([0.0, 0.12, 0.5] if around else [0.0, 0.12])
         disturbances = [self.person, self.fresh, self.turn, self.counted, self.counted]
         varied = dice.choice([1, 1, 2, 99])
         for number in range(rounds):

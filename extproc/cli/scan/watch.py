@@ -22,7 +22,7 @@ from extproc.apis.excerpt import Excerpt
 from extproc.apis.messages import CALL
 from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace, cut_name
 from extproc.decision import STRONG, Action, Repeat
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History
+from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT, USUAL_TURNS, History
 from extproc.detectors.turn import AnyTurn, Turn
 from extproc.detectors.turns import Turns
 from extproc.engine.engine import Engine
@@ -36,7 +36,7 @@ from extproc.sessions.rates import Rates
 _LARGE = 2**18
 """Turns of more bytes are kept as hashes."""
 
-_MOST_AGAIN = 4 * MAX_TURNS
+_MOST_AGAIN = 4 * USUAL_TURNS
 """Maximum number of messages that are read again with the next answer."""
 
 _MOST_IDENTIFIED = 100_000
@@ -205,9 +205,9 @@ class Watch:
         self._done = done
         self._opening = b'{"%b":[' % key.encode()
         self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
-        self._turns: deque[AnyTurn | NotCounted] = deque(maxlen=MAX_TURNS)  # newest first; why one cannot be read
-        self._origins: deque[_Origin | None] = deque(maxlen=MAX_TURNS)  # of these turns; None for copies of others
-        self._called: deque[list[str]] = deque(maxlen=MAX_TURNS)  # by these turns
+        self._turns: deque[AnyTurn | NotCounted] = deque(maxlen=USUAL_TURNS)  # newest first; why one cannot be read
+        self._origins: deque[_Origin | None] = deque(maxlen=USUAL_TURNS)  # of these turns; None for copies of others
+        self._called: deque[list[str]] = deque(maxlen=USUAL_TURNS)  # by these turns
         self._tools: Counter[str] = Counter()
         self._newest: _Origin | None = None
         self._recent: list[bytes] = []  # the messages that were added last
@@ -230,7 +230,7 @@ class Watch:
         origins = [self._newest, *self._origins]
         self.restart()
         self._take(body)
-        self._origins = deque((origins + [None] * MAX_TURNS)[: len(self._turns)], MAX_TURNS)
+        self._origins = deque((origins + [None] * USUAL_TURNS)[: len(self._turns)], USUAL_TURNS)
 
     def add(self, messages: Sequence[bytes]) -> None:
         """See `WatchedRun`.
@@ -270,7 +270,7 @@ class Watch:
     def _take(self, data: bytes) -> Turn | None:
         """Add the turns in a body; returns the newest."""
         try:
-            read = self._judging.turns.rule.read(Document(data)).newest(MAX_TURNS)
+            read = self._judging.turns.rule.read(Document(data)).newest(USUAL_TURNS)
         except NotCounted as why:
             self._turns.appendleft(why.renew())
             self._origins.appendleft(self._newest)

@@ -12,7 +12,7 @@ import pytest
 import extproc
 from extproc.decision import STRONG, Repeat
 from extproc.detectors import make_similarity
-from extproc.detectors.loops import MAX_TURNS
+from extproc.detectors.loops import USUAL_TURNS
 from extproc.detectors.similar_turns import find_action_cycle, find_long_action
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turns import Turns
@@ -60,7 +60,7 @@ def find_similar(turns: Sequence[Did], written: str, threshold: int) -> list[Rep
     body = SHAPES[written](turns) if written != "text" else as_text(turns, write_text)
     similarity = AGENTS.similarity
     assert isinstance(similarity, Turns)
-    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(MAX_TURNS)
+    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(USUAL_TURNS)
     limits, limit = ToolLimits(threshold, {}, 0), Limit(threshold)
     found = find_long_action(recent, limit), find_action_cycle(recent, limits, limit, normalized=True)
     return [each for each in found if each is not None]
@@ -148,7 +148,7 @@ def test_a_long_action_may_stand_in_a_text(length: int, expected: list[str]) -> 
     similarity = AGENTS.similarity
     assert isinstance(similarity, Turns)
     body = as_text(turns, lambda _: f"```\n{action}\n```")
-    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(MAX_TURNS)
+    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(USUAL_TURNS)
 
     found = find_long_action(recent, Limit(3))
 

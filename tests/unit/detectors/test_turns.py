@@ -375,6 +375,63 @@ def test_tools_have_thresholds_of_their_own(tools: dict[str, Any], times: int, e
     assert told.more.startswith(tools.get("r*", {}).get("reason", ""))
 
 
+def poll(times: int) -> list[Did]:
+    """An agent waits for a job."""
+    return [Did((("poll_job_status", {"id": 7}),), ("running",))] * times
+
+
+def work(count: int) -> list[Did]:
+    """Turns that are all new."""
+    return [Did((("tweak", {"part": number}),), (f"part no. {number}",)) for number in range(count)]
+
+
+WAIT = Did((("pause", {"for": "a while"}),), ("paused",))
+
+
+@pytest.mark.parametrize("threshold", [14, 15, 20, 30])
+@pytest.mark.parametrize("writer", ["chat", "anthropic", "responses", "gemini", "text, fence"])
+def test_a_high_threshold_counts_in_up_to_64_turns(threshold: int, writer: str) -> None:
+    """The first of a tool's turns is the oldest that is looked at; or one too old, one too few, or behind too much news."""
+    between = [*work(threshold - 3), *[WAIT] * 7]  # the first of these is new, too
+    histories = {
+        "met": [*poll(1), *between, *poll(threshold - 1)],
+        "with older turns": [*work(80), *poll(1), *between, *poll(threshold - 1)],
+        "in a row": poll(threshold),
+        "too old": [*poll(1), *between, WAIT, *poll(threshold - 1)],
+        "too few": [*between, *poll(threshold - 1)],
+        "too new": [*poll(1), *work(threshold - 2), *[WAIT] * 6, *poll(threshold - 1)],
+    }
+    tools = {"poll_*": {"threshold": threshold}}
+
+    found = {name: tell(WRITERS[writer](turns), tools=tools).count for name, turns in histories.items()}
+
+    assert found == {**dict.fromkeys(histories, 0), **dict.fromkeys(["met", "with older turns", "in a row"], threshold)}
+
+
+@pytest.mark.parametrize("tools", [{}, {"poll_job_status": {"threshold": 14}}, {"poll_job_status": {"threshold": 30}}])
+@pytest.mark.parametrize(("back", "expected"), [(21, 3), (22, 0)])
+def test_a_high_threshold_of_one_tool_changes_nothing_for_others(tools: dict[str, Any], back: int, expected: int) -> None:
+    """A turn between repeats is new if it is not among the last 32 before."""
+    seen, run = work(1), Did((("run", {}),), ("3 passed",))
+    turns = [*seen, *poll(5), *work(1 + back)[1:], run, *seen, WAIT, run, run]
+
+    assert tell(SHAPES["chat"](turns), tools=tools).count == expected
+
+
+@pytest.mark.parametrize(
+    ("threshold", "between", "expected"), [(20, 0, 20), (20, 12, 20), (20, 13, 0), (30, 2, 30), (30, 3, 0)]
+)
+def test_a_high_threshold_counts_in_32_turns_of_the_store(threshold: int, between: int, expected: int) -> None:
+    """Of an agent that shows its last three turns only."""
+    done = [*poll(1), *work(between), *poll(threshold - 1)]
+    turns = [turn._replace(thought=f"Thought no. {number}", number=number) for number, turn in enumerate(done, 1)]
+    requests = [as_chat(turns[max(0, end - 3) : end]) for end in range(1, len(turns) + 1)]
+
+    told = tell_all(requests, tools={"poll_job_status": {"threshold": threshold}})
+
+    assert [each.count for each in told] == [0] * (len(turns) - 1) + [expected]
+
+
 @pytest.mark.parametrize(
     ("action", "error", "named"),
     [

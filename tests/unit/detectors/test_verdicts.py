@@ -10,7 +10,7 @@ import pytest
 
 from extproc.decision import STRONG, Repeat
 from extproc.detectors import make_similarity
-from extproc.detectors.loops import MAX_TURNS
+from extproc.detectors.loops import USUAL_TURNS
 from extproc.detectors.similar_turns import find_action_cycle, find_long_action
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turns import Turns
@@ -42,6 +42,15 @@ RULES = [
     for offers in (True, False)
     for max_cycle in (10, 3)
 ]
+TOOLS: list[tuple[tuple[str, int], ...]] = [
+    (("poll", 20),),
+    (("poll", 25), ("tweak", 15)),
+    (("edit", 2), ("view", 22), ("poll", 14)),
+]
+PATIENT = [Rules(rules.ladder, rules.weak, rules.offers, rules.max_cycle, tools) for rules in RULES for tools in TOOLS]
+PATIENT += [Rules((("reject", 3),), weak, tools=(("poll", most), ("view", 5))) for weak in (None, 14) for most in (20, 30)]
+"""With thresholds of tools."""
+
 SHAPES = ["chat", "anthropic", "responses", "fence", "react"]
 
 
@@ -57,6 +66,7 @@ def make_detector(rules: Rules) -> Detector:
             "escalate": dict(later),
             "weak_threshold": rules.weak,
             "max_cycle": rules.max_cycle,
+            "tools": {tool: {"threshold": threshold} for tool, threshold in rules.tools},
         }
     )
     return Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")
@@ -73,6 +83,7 @@ def look(detector: Detector, body: bytes) -> str:
 
 
 DETECTORS = [make_detector(rules) for rules in RULES]
+PATIENT_DETECTORS = [make_detector(rules) for rules in PATIENT]
 
 
 def try_alone(dice: Random) -> None:
@@ -83,6 +94,16 @@ def try_alone(dice: Random) -> None:
     for end in {len(turns), dice.randrange(1, len(turns) + 1)}:
         body = write(turns[:end], shape, offers=rules.offers)
         assert look(DETECTORS[place], body) == judge(turns[:end], rules), (rules, shape, turns[:end])
+
+
+def try_tools(dice: Random) -> None:
+    """One conversation with a policy that has thresholds for tools."""
+    place = dice.randrange(len(PATIENT))
+    rules, shape = PATIENT[place], dice.choice(["chat", "anthropic", "responses"])
+    turns = MadeUp(dice).conversation(most=90, around=[threshold for _, threshold in rules.tools])
+    for end in {len(turns), dice.randrange(1, len(turns) + 1)}:
+        body = write(turns[:end], shape, offers=rules.offers)
+        assert look(PATIENT_DETECTORS[place], body) == judge(turns[:end], rules), (rules, shape, turns[:end])
 
 
 def follow(turns: Sequence[Turn], detector: Detector, shape: str, *, offers: bool, chained: bool) -> list[str]:
@@ -99,7 +120,7 @@ def follow(turns: Sequence[Turn], detector: Detector, shape: str, *, offers: boo
         if chained:
             entries = model.ask(CHAINS.make_link("turns", "", "00", "", memory.place, memory.entry)).entries
         else:
-            kept, entries = push(kept, Push("ring", memory.entry, memory.identity, MAX_TURNS, 1_000), 0)
+            kept, entries = push(kept, Push("ring", memory.entry, memory.identity, USUAL_TURNS, 1_000), 0)
         done.append(act(detector, memory.recall(entries) if memory.waits else found))
     return done
 
@@ -123,6 +144,15 @@ def test_a_request_alone_gets_the_verdict_of_the_second_statement(seed: int) -> 
         try_alone(dice)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", deepen(range(8), 0, 1))
+def test_thresholds_of_tools_give_the_verdict_of_the_second_statement(seed: int) -> None:
+    """Up to 30, for which 64 turns are looked at."""
+    dice = Random(seed)
+    for _ in range(max(150, MANY // 20)):
+        try_tools(dice)
+
+
 @pytest.mark.parametrize("seed", deepen(range(4), 0))
 def test_rules_of_similar_actions_agree_with_the_second_statement(seed: int) -> None:
     """These are rules that no policy uses yet."""
@@ -132,13 +162,13 @@ def test_rules_of_similar_actions_agree_with_the_second_statement(seed: int) -> 
         rules, threshold = dice.choice(RULES), dice.choice([2, 3, 5])
         similarity = make_detector(rules).similarity
         assert isinstance(similarity, Turns)
-        recent = similarity.rule.read(Document(write(turns, dice.choice(SHAPES), offers=rules.offers))).newest(MAX_TURNS)
+        recent = similarity.rule.read(Document(write(turns, dice.choice(SHAPES), offers=rules.offers))).newest(USUAL_TURNS)
         limits, limit = ToolLimits(threshold, {}, 0), Limit(threshold)
 
         found = find_long_action(recent, limit), find_action_cycle(recent, limits, limit, normalized=True)
 
         strong = [[each.strength == STRONG for each in (one,) if each is not None] for one in found]
-        shown = turns[-MAX_TURNS:]
+        shown = turns[-USUAL_TURNS:]
         expected = [statement(shown, threshold, rules) for statement in (verdicts.find_long_action, verdicts.find_action_cycle)]
         assert strong == expected, (rules, threshold, turns)
 

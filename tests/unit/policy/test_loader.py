@@ -102,8 +102,8 @@ def test_each_field_of_loop_detection_is_checked(changes: dict[str, object], exp
             "threshold_identical_requests must be <= 8 with similarity turns, not 9",
         ),
         (
-            loop(similarity="turns", tools={"f": {"threshold": 15}}),
-            ("threshold must be <= 14 with similarity turns, not 15: 32 turns are compared; to permit a tool more, set allow"),
+            loop(similarity="turns", tools={"f": {"threshold": 31}}),
+            ("threshold must be <= 30 with similarity turns, not 31: 64 turns are compared; to permit a tool more, set allow"),
         ),
         (
             loop(window_type="sliding_log", threshold_identical_requests=10_001),
