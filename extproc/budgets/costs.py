@@ -138,15 +138,8 @@ class CostKey:
             return read_amount(request.read_header(self._name).strip(), self._default)
         return read_amount(request.read_parameter(self._name), self._default)
 
-    def reserve(self, estimate: Estimate, answer: int, units: int) -> int:
-        """The estimated cost in units; `answer` is the number of tokens to reserve for the answer."""
-        return self._weigh(Usage(estimate.prompt, answer), estimate.model, units)
-
-    def measure(self, usage: Usage, model: str, units: int) -> int:
-        """The cost of a response in units."""
-        return self._weigh(usage, model, units)
-
-    def _weigh(self, usage: Usage, model: str, units: int) -> int:
+    def weigh(self, usage: Usage, model: str, units: int) -> int:
+        """The cost in units of what an answer has used, or is estimated to use."""
         if self.measured == DOLLARS and self.rates is not None:
             nano = self.rates.find_cost(model, usage)
             return min(nano * units // (PERIOD_UNITS * _NANO_PER_UNIT), MAX_AMOUNT * units)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from msgspec import json
-
 from extproc.apis import read_options, read_path
 from extproc.apis.conversation import Options
 from extproc.apis.usage import LONGEST_MODEL, find_model
@@ -24,20 +22,16 @@ from extproc.budgets.guard import (
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule
-from extproc.engine.guards import CALLS, Answer, Guard, renew
+from extproc.engine.guards import Answer, Guard, renew
 from extproc.engine.orders import ActiveOverride, sum_raises
 from extproc.engine.plan import Plan
 from extproc.engine.reading import Reading
 from extproc.request.callers import Values, list_others
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
-from extproc.store.rules.budget import Take
-
-BUDGETS: Final = "budgets"
-"""Key in metadata: what a request has reserved."""
+from extproc.sessions.rates import Usage
 
 _MOST_DIGITS: Final = 12
-_encode: Final = json.Encoder().encode
 
 
 class BudgetGuard(Guard):
@@ -49,6 +43,8 @@ class BudgetGuard(Guard):
         lacks_caller: a rule does not count the request, because it does not tell who pays.
         reserved: what the request takes from each budget; nothing if it is not counted.
         model: the model in the request; empty for none.
+        request: the request.
+        root: the name of the session at the root of its agents; empty for none, or if no cost is measured.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
     """
 
@@ -57,14 +53,14 @@ class BudgetGuard(Guard):
         "_exchange",
         "_named",
         "_plan",
-        "_request",
-        "_session",
         "budget",
         "estimate",
         "lacks_caller",
         "model",
         "oversize",
+        "request",
         "reserved",
+        "root",
     )
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
@@ -76,20 +72,20 @@ class BudgetGuard(Guard):
         self.oversize: BudgetSubject | None = None
         self.needs_body = budget.needs_body
         self._plan = budget
-        self._session = ""
+        self.root = ""
         caller = None if plan.reads_body else descriptors
         self._named: Sequence[str] = plan.root_names.read(request, caller) if budget.guard.needs_body else ()
-        self._request = request
+        self.request = request
         self._chosen: list[tuple[PlannedRule, Values]] = []
         self._exchange: Reading | None = None
         self.estimate = _NO_TOKENS
 
     def follow(self, values: Values, descriptors: str, place: int) -> BudgetGuard:
         """See `Guard`; it has only those rules that tell the callers apart, because the others are asked once."""
-        other = BudgetGuard(self.plan, self._plan, values, descriptors, self._request)
+        other = BudgetGuard(self.plan, self._plan, values, descriptors, self.request)
         other._follow(self)
         for planned, head in self._chosen:
-            others = list_others(planned.shown, self._request, head)
+            others = list_others(planned.shown, self.request, head)
             if place < len(others):
                 other._chosen.append((planned, others[place]))
         return other
@@ -109,7 +105,7 @@ class BudgetGuard(Guard):
         Raises:
             NotCounted: a value that identifies the caller is too long.
         """
-        request, policy = self._request, self.plan.id
+        request, policy = self.request, self.plan.id
         calls = not self.budget.needs_body or (request.method != "HEAD" and read_path(request.path).asks_model)
         for planned in self._plan.choose(request):
             if planned.rule.cost.measured and not calls:
@@ -171,15 +167,15 @@ class BudgetGuard(Guard):
     def _name_session(self, exchange: Reading, document: Document | None) -> None:
         """Find the session's name, if the request has one."""
         with suppress(NotCounted):  # a recorded request whose session was not looked for
-            self._session = exchange.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
+            self.root = exchange.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
 
     def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
         """Add what a rule's limits take."""
         orders = self._list_orders(planned, tenant) if self.overrides else self.overrides
         renewed = renew(tenant, orders) if orders else tenant
         breaker, estimate = self.budget.breaker, plain
-        if self._session:
-            prompt = self.budget.anchors.correct(f"{renewed}:{self._session}", plain.prompt)
+        if self.root:
+            prompt = self.budget.anchors.correct(f"{renewed}:{self.root}", plain.prompt)
             estimate = Estimate(prompt, plain.answer, plain.model, plain.copies)
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
@@ -199,11 +195,12 @@ class BudgetGuard(Guard):
     def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
         """The cost, in units of a limit. What only might be used does not exceed the limit."""
         if not rule.cost.measured:
-            return max(1, round(rule.cost.read(self._request) * limit.units))
-        amount = rule.cost.reserve(estimate, rule.find_answer(estimate), limit.units)
+            return max(1, round(rule.cost.read(self.request) * limit.units))
+        prompt, answer, model = estimate.prompt, rule.find_answer(estimate), estimate.model
+        amount = rule.cost.weigh(Usage(prompt, answer), model, limit.units)
         if amount <= limit.limit or estimate.answer:
             return amount
-        return min(amount, max(limit.limit, rule.cost.reserve(estimate, 0, limit.units)))
+        return min(amount, max(limit.limit, rule.cost.weigh(Usage(prompt, 0), model, limit.units)))
 
     def _estimate(self, exchange: Reading, document: Document | None) -> Estimate:
         """The tokens of the request, if a rule depends on them."""
@@ -211,17 +208,17 @@ class BudgetGuard(Guard):
             return _NO_TOKENS
         size, options = exchange.sums.length, Options(0, 1, "")
         if not size:
-            told = self._request.read_header("content-length")
+            told = self.request.read_header("content-length")
             size = int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
         if document is not None:
             try:
-                options = read_options(document, read_path(self._request.path).longest_answers)
+                options = read_options(document, read_path(self.request.path).longest_answers)
             except NotCounted:
                 document = None
         prompt = estimate_prompt(document, size)
         if any(planned.rule.hints for planned, _ in self._chosen):
-            prompt = max(prompt, read_hint(self._request))
-        self.model = cut_text(find_model(self._request.path, options.model), LONGEST_MODEL)
+            prompt = max(prompt, read_hint(self.request))
+        self.model = cut_text(find_model(self.request.path, options.model), LONGEST_MODEL)
         return Estimate(prompt, options.longest, self.model, options.copies)
 
     def name_request(self) -> None:
@@ -266,32 +263,6 @@ class BudgetGuard(Guard):
             return self.list_parts()
         chosen = [each for each in self._chosen if each[0].name_caller(each[1]) == tenant]
         return next((planned.callers.list_parts(values) for planned, values in chosen), [])
-
-    def list_give_backs(self, *, here: bool) -> list[Take]:
-        """What gives back all that was taken, in the store or in this process. Afterwards, nothing is reserved."""
-        taken = [(each, each.taken) for each in self.reserved if each.taken is not None and each.taken.granted]
-        return [each.take.settle(each.take.amount, found.start) for each, found in taken if (found.here is not None) is here]
-
-    def describe_reserved(self) -> str:
-        """What the access log entry has to repeat, as JSON; empty if nothing is settled.
-
-        With such a log, costs that are known before the response are given back if another filter refuses the request.
-        """
-        logged = self.budget.needs_body or not self.plan.counts_failed
-        settled = [
-            each.describe()
-            for each in self.reserved
-            if (logged or each.rule.cost.measured) and each.taken is not None and each.taken.granted and each.taken.here is None
-        ]
-        if not settled:
-            return ""
-        described: dict[str, object] = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
-        described["call"] = CALLS.name().hex()
-        if self.estimate.answer and read_path(self._request.path).longest_answers:
-            described["most"] = self.estimate.answer * self.estimate.copies
-        if self._session and self.estimate.prompt:
-            described["session"], described["prompt"] = self._session, self.estimate.prompt
-        return _encode(described).decode()
 
 
 _NO_TOKENS: Final = Estimate(0, 0, "")

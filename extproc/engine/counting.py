@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from time import perf_counter
 from types import NoneType
 from typing import Any, Final, TypeAlias, cast
@@ -15,6 +16,7 @@ from typing import Any, Final, TypeAlias, cast
 from extproc.engine.budget_candidates import BudgetGuard
 from extproc.engine.exchange import Guards
 from extproc.engine.guards import Answer, Kept, SessionGuard
+from extproc.engine.settlements import Settled, list_give_backs
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store import Store
@@ -23,8 +25,7 @@ from extproc.store.pending import Pending
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Take, Taken
 from extproc.store.rules.chain import Trail
-from extproc.store.rules.session import Question, Settlement
-from extproc.store.rules.take_back import TakeBack
+from extproc.store.rules.session import WITHDRAWN, Question
 
 Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
 """Answers to a group's hits; None if there are none, and `--on-store-error reject` refuses such requests."""
@@ -34,6 +35,9 @@ Rings: TypeAlias = Sequence[Kept]
 """An answer to each of a group's pushes."""
 
 Pushes: TypeAlias = Sequence[AnyPush]
+
+Report: TypeAlias = Callable[[Sequence[Settled], Sequence[Answer | None]], None]
+"""Reports the answers to settlements; None for those that the store has lost."""
 
 _now: Final = perf_counter  # compiled code reads a module's constant fastest
 
@@ -84,7 +88,7 @@ class Asked:
 
     def _give_back(self) -> None:
         self._group.judge(self.collect())
-        self._counting.give_back(self._group.budgets)
+        self._counting.give_back((), self._group.budgets, WITHDRAWN)
 
 
 MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
@@ -133,7 +137,7 @@ class Counting:
             return self.count(group)
         if group.waits:
             return self._recall_later(group, pushes, rings)
-        self._watch(pushes, rings)
+        _when_done(rings, partial(self._finish, pushes))
         return self.count(group)
 
     def _recall(self, group: Guards, rings: Rings) -> None:
@@ -170,16 +174,10 @@ class Counting:
         group.fail(error)
         return ()
 
-    def _watch(self, pushes: Pushes, rings: Awaitable[Rings]) -> None:
+    def _finish(self, pushes: Pushes, _: Rings, error: BaseException | None) -> None:
         """Handle failures of pushes for which no verdict waits. The store's deadline bounds their number."""
-        if isinstance(rings, Pending):
-            rings.then(lambda: self._finish(pushes, rings.error))
-        else:
-            asyncio.ensure_future(rings).add_done_callback(lambda done: self._finish(pushes, done.exception()))
-
-    def _finish(self, pushes: Pushes, error: BaseException | None) -> None:
         if error is not None:
-            self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
+            self._count_error(error)
             _complete(error, pushes, self._local.push)
 
     def abandon(self, group: Guards, counts: MaybeCounts) -> None:
@@ -188,93 +186,59 @@ class Counting:
             counts.abandon()
         elif group.budgets and isinstance(counts, HERE):
             group.judge(counts)
-            self.give_back(group.budgets)
+            self.give_back((), group.budgets, WITHDRAWN)
 
-    def give_back(self, budgets: Sequence[BudgetGuard]) -> None:
-        """Give back what was taken from budgets, once."""
-        takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
-        here = [take for budget in budgets for take in budget.list_give_backs(here=True)]
-        for budget in budgets:
-            budget.reserved = []
-        self.settle_budgets(takes, here)
-
-    def settle_budgets(
-        self, takes: Sequence[Take], here: Sequence[Take], report: Callable[[Sequence[Answer | None]], None] | None = None
+    def give_back(
+        self,
+        sessions: Sequence[SessionGuard],
+        budgets: Sequence[BudgetGuard],
+        outcome: int,
+        report: Report | None = None,
     ) -> None:
-        """Settle budgets, or give back what was taken; `here` is what this process has counted itself.
-
-        Nothing waits for it. `report` takes the answers for `takes`, now or when the store has answered; None for those lost.
-        """
+        """Give back what a request has reserved, once, which was then REFUSED or WITHDRAWN."""
+        given, here = list_give_backs(sessions, budgets, outcome)
         if here:
             self._local.hit(here)
-        if not takes:
-            return
-        try:
-            answers = self.store.hit(takes)
-        except StoreError as error:
-            self._finish_budgets(takes, (), error, report)
-        else:
-            if isinstance(answers, Pending):
-                pending = answers
-                pending.then(lambda: self._finish_budgets(takes, pending, pending.error, report))
-            elif isinstance(answers, HERE):
-                self._finish_budgets(takes, answers, None, report)
-            else:
-                later = asyncio.ensure_future(answers)
-                later.add_done_callback(lambda done: self._finish_budgets(takes, (), done.exception(), report))
-
-    def _finish_budgets(
-        self,
-        takes: Sequence[Take],
-        answers: Sequence[Answer | None] | Pending,
-        error: BaseException | None,
-        report: Callable[[Sequence[Answer | None]], None] | None,
-    ) -> None:
-        """Count settlements that the store did not take: these budgets keep what was estimated, until they are whole again."""
-        if error is not None:
-            self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
-            answers = error.answers if isinstance(error, PartlyAwayError) else [None] * len(takes)
-            self._metrics.budget_lost.inc(sum([answer is None for answer in answers]))
-        if report is not None:
-            report(answers.result() if isinstance(answers, Pending) else answers)
-
-    def take_back(self, counted: Sequence[TakeBack]) -> None:
-        """Take a request back from the counts that include it."""
-        self.settle(counted, _ignore)
+        self.settle(given, report)
 
     def join_sessions(self, sessions: Sequence[SessionGuard]) -> None:
         """Take the starts of conversations that go on from the requests without a session."""
-        joins = [join for session in sessions if (join := session.join_session()) is not None]
-        self.settle(joins, _ignore)
+        self.settle([Settled(join) for session in sessions if (join := session.join_session()) is not None])
 
-    def settle(self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None]) -> None:
-        """Report outcomes of requests to the store; `report` takes its answers, now or when it has answered."""
-        if not settlements:
+    def settle(self, settled: Sequence[Settled], report: Report | None = None) -> None:
+        """Send settlements to the store in one call, and report the answers when it has answered. Nothing waits for it."""
+        if not settled:
             return
         try:
-            answers = self.store.hit(settlements)
+            answers = self.store.hit([each.asked for each in settled])
         except StoreError as error:
-            self._settle_without_store(settlements, report, error)
+            self._finish_settling(settled, report, (), error)
         else:
-            if isinstance(answers, Pending):
-                answers.then(lambda: self._finish_settling(settlements, report, answers))
-            elif isinstance(answers, HERE):
-                report(answers)
+            if isinstance(answers, HERE):
+                self._finish_settling(settled, report, answers, None)
+            else:
+                _when_done(answers, partial(self._finish_settling, settled, report))
 
     def _finish_settling(
-        self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None], pending: Pending
+        self, settled: Sequence[Settled], report: Report | None, answers: Sequence[Answer | None], error: BaseException | None
     ) -> None:
-        if pending.error is not None:
-            self._settle_without_store(settlements, report, pending.error)
-        else:
-            report(pending.result())
+        """Report the answers. What this process may have counted itself, it settles itself if the store is unavailable.
 
-    def _settle_without_store(
-        self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None], error: StoreError
-    ) -> None:
-        """Settle what was counted in this process."""
-        self._metrics.store_errors.labels(error.kind).inc()
-        report(_complete(error, settlements, self._local.hit))
+        What the store took from budgets is lost then: these keep what was estimated, until they are whole again.
+        """
+        if error is not None:
+            self._count_error(error)
+            answers = _complete(error, [each.asked for each in settled], self._settle_here)
+            self._metrics.budget_lost.inc(sum([answer is None for answer in answers]))
+        if report is not None:
+            report(settled, answers)
+
+    def _settle_here(self, asked: list[Question]) -> list[Answer | None]:
+        here = [one for one in asked if not isinstance(one, Take)]
+        return [*self._local.hit(here), *[None] * (len(asked) - len(here))]
+
+    def _count_error(self, error: BaseException) -> None:
+        self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
 
     def collect(self, group: Guards, pending: Pending, started: float) -> Counts:
         """The answer of the store, which was asked at `started`, in seconds of `perf_counter`, or of its fallback."""
@@ -329,8 +293,14 @@ def _mark_here(error: Exception, counts: Sequence[Answer], asked: Sequence[Quest
             answer.here = question
 
 
-def _ignore(_: Sequence[Answer]) -> None:
-    """Ignore answers that nothing depends on."""
+def _when_done(answers: Awaitable[Any], finish: Callable[[Any, BaseException | None], None]) -> None:
+    """Call `finish` with the store's answers, or with its error."""
+    if isinstance(answers, Pending):
+        answers.then(lambda: finish(() if answers.error is not None else answers.result(), answers.error))
+    else:
+        asyncio.ensure_future(answers).add_done_callback(
+            lambda done: finish(() if done.exception() is not None else done.result(), done.exception())
+        )
 
 
 def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:

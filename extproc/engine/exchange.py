@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-from msgspec import json
-
 from extproc.apis import LIST_PATHS, hash_first_words, open_conversation, read_path
 from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
@@ -49,7 +47,6 @@ from extproc.sessions.trees import NO_AGENT, WireAgent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
 from extproc.store.rules.session import Question
-from extproc.store.rules.take_back import COUNTED
 from extproc.store.rules.windows import UNCOUNTED
 
 _NO_SESSIONS: Final[list[SessionGuard]] = []
@@ -60,8 +57,6 @@ _MANY_OBJECTS: Final = 32_768
 
 _SHARE: Final = b"steer_share"
 _SHARE_BYTES: Final = 8
-
-_encode: Final = json.Encoder().encode
 
 
 class Guards:
@@ -466,11 +461,6 @@ class Exchange(Reading):
     def size(self) -> int:
         """Length of the body in bytes; 0 if unknown."""
         return self.sums.length
-
-    def describe_counted(self) -> list[str]:
-        """JSON that its access log entry has to repeat, so that a request that its upstream fails is taken back."""
-        counted = [each for group in self.groups for guard in group.active for each in guard.list_counted()]
-        return [_encode({COUNTED: counted}).decode()] if counted else []
 
     @property
     def earlier(self) -> list[Outcome]:

@@ -46,7 +46,6 @@ from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionKeys, SessionLimiter
 from extproc.sessions.names import Rings
-from extproc.sessions.rates import Usage
 from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
@@ -845,10 +844,6 @@ class SessionGuard(Guard):
         """The store has counted the request, and no limit stops it."""
         return self.standing is not None and not self.standing.limit
 
-    def describe_call(self) -> str:
-        """What the access log entry has to repeat, so that it can be assigned to the call, as JSON."""
-        return self.limiter.describe_call(self.name_ledger(), self.call, self.model, self.reserve)
-
     def refuse_unnarrowed(self) -> Outcome:
         """The verdict if tools cannot be removed from the request."""
         self.name_request()
@@ -856,17 +851,6 @@ class SessionGuard(Guard):
         self.narrowing = None
         told = self.fingerprint, self.tenant, standing, narrowing
         return self.limiter.refuse_unnarrowed(*told, self._limits, self._grants, self.session)
-
-    def take_back(self, outcome: int) -> Settlement:
-        """The settlement of a request that the ledger let through, and that was then REFUSED or WITHDRAWN."""
-        limits = self.limiter.find_limits(self.session)
-        return Settlement(self.name_ledger(), limits, self.call, 0, estimated=False, outcome=outcome)
-
-    def settle(self, model: str, usage: Usage, outcome: int, *, estimated: bool) -> Settlement:
-        """The settlement of a request that the ledger let through, and that has ended; `model` is the one in the response."""
-        rates, limits = self.limiter.rates, self.limiter.find_limits(self.session)
-        cost = rates.find_cost(rates.choose_name(model, self.model), usage)
-        return Settlement(self.name_ledger(), limits, self.call, cost, estimated=estimated, outcome=outcome)
 
     def list_newest_tools(self) -> tuple[str, ...]:
         """The tools that were called in the newest step."""

@@ -8,18 +8,14 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final
-
-from msgspec import MsgspecError, json
+from typing import Final
 
 from extproc.apis import read_counts
 from extproc.apis.usage import GATEWAY_MODEL, GATEWAY_NAMESPACE, MODEL, USAGE_NAMESPACE, read_gateway_counts
 from extproc.decision import Action
-from extproc.engine.budget_candidates import BUDGETS
-from extproc.engine.settlements import Entry
+from extproc.engine.settlements import Entry, read_calls, read_counted
 from extproc.errors import ProtocolError
 from extproc.ext_proc.answers.metadata import NAMESPACE, SESSIONS
 from extproc.ext_proc.protobuf import DELIMITED, FIXED64, VARINT, Reader
@@ -27,7 +23,7 @@ from extproc.logs import RateLimit, make_extra
 from extproc.metrics import Metrics
 from extproc.pb.accesslog_pb2 import ResponseFlags
 from extproc.sessions.rates import BYTES_PER_TOKEN, Usage, estimate_tokens
-from extproc.store.rules.take_back import COUNTED, TakeBack
+from extproc.store.rules.take_back import COUNTED
 
 _LOG = logging.getLogger("loopguard")
 
@@ -36,9 +32,6 @@ MAX_MESSAGE: Final = 2**18
 
 MAX_ENTRIES: Final = 1_000
 """Entries read per message: they take 13 ms, 50 ms in pure Python."""
-
-_MAX_SESSIONS: Final = 16
-"""Policies read per request."""
 
 # The fields to read, named as in protos/: of a StreamAccessLogsMessage and its HTTPAccessLogEntries,
 _HTTP_LOGS: Final = 2 << 3 | DELIMITED
@@ -100,10 +93,6 @@ _GATEWAY_MODEL: Final = GATEWAY_MODEL.encode()
 _SESSIONS: Final = SESSIONS.encode()
 _MODEL: Final = MODEL.encode()
 _REJECT: Final = Action.REJECT.value
-
-_KEY_OF_OURS: Final = re.compile(r"(shadow:)?(loop|chain2):.{1,1000}[0-9a-f]{2}")
-_PAIR: Final = 2
-_decode: Final = json.Decoder(list[dict[str, Any]]).decode
 
 _MAX_SECONDS: Final = 86_400
 _MAX_NANOS: Final = 10**9 - 1
@@ -412,18 +401,17 @@ def _make_entry(logged: _Logged) -> Entry | None:
         return None
     refused = decided.get(b"action") == _REJECT
     failed = not refused and (logged.status >= _FAILURE or logged.flagged)
-    named = _read_sessions(decided[_SESSIONS])
-    sessions = tuple([each for each in named if COUNTED not in each and BUDGETS not in each])
-    budgets = tuple([each for each in named if BUDGETS in each])
+    named = read_calls(decided[_SESSIONS])
+    calls = tuple([each for each in named if COUNTED not in each])
     # Other filters may refuse a request that Loopguard has counted; answers without an upstream are no refusals.
     unsent = not (refused or failed or logged.sent) and (logged.status >= _ERROR or not logged.status)
-    counted = [found for each in named if failed or unsent for found in _list_counted(each.get(COUNTED))]
-    if named and not sessions and not counted and not budgets:
+    counted = [found for each in named if failed or unsent for found in read_counted(each.get(COUNTED))]
+    if named and not calls and not counted:
         return None
     found = _FoundUsage(logged)
     model = logged.told.get(_MODEL) or logged.gateway.get(_GATEWAY_MODEL)
     return Entry(
-        sessions,
+        calls,
         logged.status,
         failed,
         logged.request_bytes,
@@ -435,28 +423,10 @@ def _make_entry(logged: _Logged) -> Entry | None:
         counted,
         max(0, logged.received_ms - logged.sent_ms) if logged.sent_ms else 0,
         unsent,
-        budgets,
         found.most_output,
         found.cut,
         found.absurd,
     )
-
-
-def _list_counted(named: object) -> list[TakeBack]:
-    """Read what `Exchange.describe_counted` wrote; empty if another program wrote it."""
-    pairs = named if isinstance(named, list) else []
-    texts = [pair for pair in pairs if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)]
-    return [TakeBack(key, str(kind)) for kind, key in texts[:_MAX_SESSIONS] if _KEY_OF_OURS.fullmatch(key) is not None]
-
-
-def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
-    """Read what `describe_call` and `describe_reserved` wrote about sessions and budgets; empty for what others wrote."""
-    try:
-        if not isinstance(text, str):
-            return ()
-        return tuple(_decode(text)[:_MAX_SESSIONS])
-    except (MsgspecError, ValueError, RecursionError):
-        return ()
 
 
 class _FoundUsage:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter, time
 
-from extproc.engine.budget_settlements import SettledBudget, list_budget_settlements
 from extproc.engine.counting import Counting
 from extproc.engine.engine import Engine
-from extproc.engine.guards import Answer
 from extproc.engine.handover import HandedOver, RefusedPolicy
 from extproc.engine.orders import Overrides
 from extproc.engine.settlements import Entry, list_settlements
@@ -27,7 +24,6 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.budget import Taken
 
 
 class Waiting:
@@ -140,35 +136,13 @@ class Service:
         return True
 
     def settle_entry(self, entry: Entry) -> None:
-        """Report a request's outcome to the counts that included it and to the ledgers of its sessions."""
-        self.counting.take_back(entry.counted)
+        """Report a request's outcome to the counts that included it, to the ledgers of its sessions, and to its budgets."""
         if entry.absurd:
             self.metrics.absurd_usage.inc()
-        named = list_settlements(self.engine, entry)
-        if len(named) < len(entry.sessions):
-            self.reporter.report_unknown_calls(len(entry.sessions) - len(named))
-        settled = [each for each in named if not each.waits]
-        report = partial(self.reporter.report_settled, settled, entry)
-        self.counting.settle([each.settlement for each in settled], report)
-        if not entry.budgets:
-            return
-        found = list_budget_settlements(self.engine, entry)
-        changed = [each for each in found if each.changes]
-        report_budgets = partial(self._report_budgets, changed)
-        self.counting.settle_budgets([each.take for each in changed], (), report_budgets)
-        if not found:
-            self.reporter.report_unknown_calls(1)
-
-    def _report_budgets(self, settled: Sequence[SettledBudget], answers: Sequence[Answer | None]) -> None:
-        """Report what was settled, each once; what the store has lost was used all the same."""
-        for place, each in enumerate(settled):
-            answer = answers[place]
-            if isinstance(answer, Taken) and not answer.granted:
-                self.reporter.report_unknown_calls(1)
-                continue
-            self.reporter.budgets.settle(each.take)
-            self.metrics.budget_used.labels(each.policy, each.mode, each.rule).inc(each.used)
-            self.metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
+        settled, unknown = list_settlements(self.engine, entry)
+        if unknown:
+            self.reporter.report_unknown_calls(unknown)
+        self.counting.settle(settled, partial(self.reporter.report_settled, entry))
 
     def release(self) -> None:
         """End every hold and every wait for a body, now and from now on, because the server is about to stop."""

@@ -14,7 +14,6 @@ from typing import Any, Final, TypeAlias
 
 from extproc.apis.excerpt import Excerpt
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine.budget_candidates import BudgetGuard
 from extproc.engine.counting import HERE, Asked, Counts, MaybeCounts, wait_for
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange
@@ -22,6 +21,7 @@ from extproc.engine.guards import SessionGuard
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_head
+from extproc.engine.settlements import Entry, describe_calls
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
@@ -155,7 +155,6 @@ class Transaction:
     __slots__ = (
         "_content",
         "_held",
-        "_held_budgets",
         "_holding",
         "_record",
         "_service",
@@ -182,8 +181,7 @@ class Transaction:
         self._unknown = ""  # why there is no content
         self._record: dict[str, Any] | None = None  # what is known of the request, for `--record`
         self._holding: str | None = None  # the tenant whose place this request takes
-        self._held: Sequence[SessionGuard] = ()  # sessions of a held request, until its answer is sent
-        self._held_budgets: Sequence[BudgetGuard] = ()  # likewise
+        self._held: Exchange | None = None  # a held request, until its answer is sent
 
     def meet(
         self, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
@@ -329,7 +327,7 @@ class Transaction:
         try:
             return self._decide(kind, exchange, counts, shadow_counts)
         except Exception as error:  # noqa: BLE001  # no error may stop the request
-            return self.fail(kind, error, self._describe_calls(exchange))
+            return self.fail(kind, error, "" if self.observed else describe_calls(exchange))
 
     def _decide(self, kind: str, exchange: Exchange, counts: Counts, shadow_counts: Counts) -> Reply:
         service, sessions = self._service, exchange.sessions
@@ -347,30 +345,21 @@ class Transaction:
             decision, changed = self._change(kind, exchange, decision)
         service.reporter.report(exchange, decision)
         if exchange.budgets and decision.shadow is not None and decision.shadow.action is Action.REJECT:
-            service.counting.give_back(exchange.shadow.budgets)  # before it is described: it must not be settled, too
+            # before it is described: it must not be settled, too
+            service.counting.give_back((), exchange.shadow.budgets, REFUSED)
         reply = None
         if (counts is None or exchange.enforcing.forbidden is not None) and not self.late:
             reply = self._refuse_uncounted(exchange, decision, counts)
         reply = reply or self._encode(kind, exchange, decision, changed)
-        if self.ended or self._holding is not None:
-            self._follow_up(exchange)
-        if sessions and not self.ended:
+        if self.ended:
+            self._give_back(exchange, REFUSED, _REFUSED_STATUS)
+        else:
+            self._held = exchange if self._holding is not None else None
             service.counting.join_sessions(sessions)
         if exchange.paired:
             self._compare(exchange, decision)
         service.metrics.decision_seconds.observe(_now() - self.started)
         return reply
-
-    def _follow_up(self, exchange: Exchange) -> None:
-        """Take a refused request back from its sessions and budgets, now, or a held one if it is not sent on."""
-        sessions, budgets = exchange.sessions, exchange.budgets
-        if self.ended:
-            if sessions:
-                self._take_back(sessions, REFUSED, _REFUSED_STATUS)
-            if budgets:
-                self._service.counting.give_back(budgets)
-        else:
-            self._held, self._held_budgets = sessions, budgets
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests. If none is free, a throttled request is rejected."""
@@ -413,7 +402,8 @@ class Transaction:
     def _encode(self, kind: str, exchange: Exchange, decision: Decision, changed: Changed) -> Reply:
         lead, sessions = decision.lead, exchange.sessions
         budgets = exchange.budgets
-        calls = self._describe_calls(exchange) if sessions or exchange.settles or not exchange.counts_failed else ""
+        reserves = len(sessions) > 0 or exchange.settles or not exchange.counts_failed
+        calls = describe_calls(exchange) if reserves and not self.observed else ""
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             if budgets:
                 told = write_budgets(exchange.enforcing.budgets, calls)
@@ -439,18 +429,6 @@ class Transaction:
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
-
-    def _describe_calls(self, exchange: Exchange) -> str:
-        """Describe for the access log whose call the request is and what has counted it; empty for nothing."""
-        if self.observed:
-            return ""
-        described = [each.describe_call() for each in exchange.sessions if each.is_let_through]
-        if not exchange.counts_failed:
-            described += exchange.describe_counted()
-        if exchange.settles or not exchange.counts_failed:
-            described += [text for each in exchange.budgets if (text := each.describe_reserved())]
-        calls = ",".join(described)
-        return f"[{calls}]" if calls else ""
 
     def _describe(self, exchange: Exchange, decision: Decision) -> dict[str, Any]:
         """The dynamic metadata of the answer."""
@@ -484,12 +462,11 @@ class Transaction:
             found["session"] = named[0]
         return found
 
-    def _take_back(self, sessions: Sequence[SessionGuard], outcome: int, status: int) -> None:
-        """Tell ledgers that a request they let through was refused or withdrawn."""
-        service = self._service
-        let_through = [session for session in sessions if session.is_let_through]
-        settlements = [session.take_back(outcome) for session in let_through]
-        service.counting.settle(settlements, partial(service.reporter.report_taken_back, status, let_through))
+    def _give_back(self, exchange: Exchange, outcome: int, status: int) -> None:
+        """Give back what a request has reserved that was REFUSED or WITHDRAWN; `status` of its answer, 0 for none."""
+        service, ended = self._service, Entry(status=status, refused=True)
+        report = partial(service.reporter.report_settled, ended)
+        service.counting.give_back(exchange.sessions, exchange.budgets, outcome, report)
 
     def _compare(self, exchange: Exchange, decision: Decision) -> None:
         """Compare the outcomes of canaries and their policies."""
@@ -507,17 +484,13 @@ class Transaction:
 
     def end_hold(self) -> None:
         """The held answer is sent now, so the request continues, even if the client has left."""
-        self._held = ()
-        self._held_budgets = ()
+        self._held = None
 
     def close(self) -> None:
-        """Free what the request held. If it was held and never sent on, tell its sessions."""
+        """Free what the request held. If it was held and never sent on, give back what it has reserved."""
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None
-        if self._held:
-            self._take_back(self._held, WITHDRAWN, 0)
-            self._held = ()
-        if self._held_budgets:
-            self._service.counting.give_back(self._held_budgets)
-            self._held_budgets = ()
+        if self._held is not None:
+            self._give_back(self._held, WITHDRAWN, 0)
+            self._held = None

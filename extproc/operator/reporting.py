@@ -33,7 +33,8 @@ from extproc.operator.spawn_links import SpawnLinks
 from extproc.operator.table import UNKNOWN, find_known
 from extproc.request.document import Document
 from extproc.sessions.limits import NARROW, UNNAMED, SessionSubject
-from extproc.store.rules.session import Standing
+from extproc.store.rules.budget import Take, Taken
+from extproc.store.rules.session import Settlement, Standing
 from extproc.store.rules.tree import AGENT_LIMITS
 
 _LOG = logging.getLogger("loopguard")
@@ -262,27 +263,24 @@ class Reporter:
             what = "they share unnamed_limits" if limited else "they pass: unnamed_limits would limit them"
             _LOG.warning(f"nothing names the session of requests; {what}", extra=make_extra(policy=policy, requests=requests))
 
-    def report_taken_back(self, status: int, candidates: Sequence[SessionGuard], standings: Sequence[Answer]) -> None:
-        """Report a request that sessions let through, and that is not forwarded; `status` of its answer, 0 for none."""
-        now = time()
-        for candidate, standing in zip(candidates, standings, strict=True):
-            if isinstance(standing, Standing):
-                name = candidate.tenant, candidate.plan.id, candidate.compiled.mode, candidate.session
-                self.sessions.settle(name, standing, candidate.model, candidate.call, status, None, now, refused=True)
+    def report_settled(self, ended: Entry, settled: Sequence[Settled], answers: Sequence[Answer | None]) -> None:
+        """Report what a request that has ended has used, each once; what the store has lost was used all the same.
 
-    def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
-        """Report the outcome of requests of sessions."""
-        now = time()
-        usage = None if entry.estimated else entry.usage
-        for place, each in enumerate(settled):
-            standing = standings[place]
-            if not isinstance(standing, Standing):
-                continue
-            if standing.retry:
+        Of a request that was not sent on, only sessions are told.
+        """
+        now, metrics = time(), self._metrics
+        usage = None if ended.estimated else ended.usage
+        for each, answer in zip(settled, answers, strict=True):
+            asked = each.asked
+            if isinstance(answer, Standing) and isinstance(asked, Settlement) and (ended.refused or not answer.retry):
+                name, known = (each.tenant, each.policy, each.mode, each.session), (each.model, asked.call, ended.status, usage)
+                self.sessions.settle(name, answer, *known, now, refused=ended.refused, model_ms=ended.model_ms)
+            elif isinstance(answer, Standing) or (each.rule and isinstance(answer, Taken) and not answer.granted):
                 self.report_unknown_calls(1)
-            else:
-                name, call = (each.tenant, each.policy, each.mode, each.session), each.settlement.call
-                self.sessions.settle(name, standing, each.model, call, entry.status, usage, now, model_ms=entry.model_ms)
+            elif each.rule and isinstance(asked, Take):
+                self.budgets.settle(asked)
+                metrics.budget_used.labels(each.policy, each.mode, each.rule).inc(each.used)
+                metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
 
     def report_unknown_calls(self, calls: int) -> None:
         """Report calls in the access log that no session has open: already settled, too late, or made up."""

@@ -50,14 +50,12 @@ class Judge:
         decision = exchange.decide(self._count(exchange.enforcing), self._count(exchange.shadow))
         # Give back what a refused request took from sessions and budgets; a shadow policy's refusal, from its own
         # budgets
-        refused = decision.action is Action.REJECT or exchange.enforcing.forbidden is not None
-        if refused:
-            self._store.hit([each.take_back(REFUSED) for each in exchange.sessions if each.is_let_through])
+        if decision.action is Action.REJECT or exchange.enforcing.forbidden is not None:
+            self._counting.give_back(exchange.sessions, exchange.budgets, REFUSED)
         else:
             self._counting.join_sessions(exchange.sessions)
-        in_shadow = decision.shadow is not None and decision.shadow.action is Action.REJECT
-        budgets = exchange.budgets if refused else exchange.shadow.budgets if in_shadow else ()
-        self._store.hit([take for budget in budgets for take in budget.list_give_backs(here=False)])
+            if decision.shadow is not None and decision.shadow.action is Action.REJECT:
+                self._counting.give_back((), exchange.shadow.budgets, REFUSED)
         return exchange, decision
 
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Exchange | None:

@@ -80,7 +80,7 @@ def _take(expected: int, *took: float) -> Case:
 CASES: dict[str, Case] = {
     "what became of it": (
         {"told": {"model": "gpt-4o-2024-08-06", "input": 900, "output": 40}},
-        {"sessions": (SESSION,), "status": 200, "model": "gpt-4o-2024-08-06", "failed": False, "refused": False},
+        {"calls": (SESSION,), "status": 200, "model": "gpt-4o-2024-08-06", "failed": False, "refused": False},
     ),
     # Some APIs count cached tokens as part of the prompt and others beside it; thoughts are output.
     "openai": _tell({"input": 1_000, "output": 50, "cached": 800}, Usage(200, 50, 800, 0)),
@@ -232,7 +232,7 @@ def test_what_else_envoy_tells_is_passed_over() -> None:
 
     for order in itertools.permutations([*parts, field(4, entry.response.SerializeToString())]):
         ((found,), _) = read_message(field(2, UNKNOWN + field(1, b"".join(order))) + UNKNOWN)
-        assert (found.sessions, found.status, found.failed, found.model) == ((SESSION,), 200, True, "m")
+        assert (found.calls, found.status, found.failed, found.model) == ((SESSION,), 200, True, "m")
         assert (found.request_bytes, found.response_bytes, found.usage) == (4_000, 800, Usage(900, 40))
 
 
