@@ -239,24 +239,6 @@ class Outcome:
         repeat: what the request's own history shows; None if requests are counted.
     """
 
-    __slots__ = (
-        "action",
-        "count",
-        "delay_ms",
-        "detector",
-        "fingerprint",
-        "mode",
-        "policy",
-        "reason",
-        "refusal",
-        "repeat",
-        "retry_after",
-        "span_ms",
-        "subject",
-        "tenant",
-        "window_seconds",
-    )
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         policy: str,
@@ -341,8 +323,6 @@ class Decision:
         steer: the outcome that the note for the model is about; None for none.
         trace: every policy's outcome, in bundle order, enforcing ones first.
     """
-
-    __slots__ = ("lead", "shadow", "steer", "trace", "warning")
 
     def __init__(
         self,

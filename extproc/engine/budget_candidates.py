@@ -48,21 +48,6 @@ class BudgetGuard(Guard):
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
     """
 
-    __slots__ = (
-        "_chosen",
-        "_exchange",
-        "_named",
-        "_plan",
-        "budget",
-        "estimate",
-        "lacks_caller",
-        "model",
-        "oversize",
-        "request",
-        "reserved",
-        "root",
-    )
-
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
         self.budget: BudgetRules = budget.guard
@@ -136,7 +121,7 @@ class BudgetGuard(Guard):
         """See `Guard`."""
         self._exchange = exchange
         self.body_crc32 = exchange.sums.crc32
-        self.tenant = self.name_caller()
+        self.tenant = self.plan.callers.name_caller(self.values, self.caller)
         if self._standing is not None:
             self.name_request()
             self._look_up(self._standing)

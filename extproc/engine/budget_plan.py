@@ -31,8 +31,6 @@ class PlannedRule:
         callers: names its callers.
     """
 
-    __slots__ = ("_match", "_missing", "_never", "body", "callers", "head", "rule", "shown")
-
     def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors, missing: str = "") -> None:
         """Plan; `missing` is the policy's `missing_descriptor`, where it is set: else a rule skips what lacks a key."""
         match = keys.match or {}
@@ -127,8 +125,6 @@ class BudgetPlan:
         breaker: whose caller the circuit breaker is about; None if there is none, or if all callers share it.
         needs_body: a rule needs the body.
     """
-
-    __slots__ = ("_always", "breaker", "fallback", "guard", "needs_body", "rules")
 
     def __init__(self, guard: BudgetRules, spec: Spec, descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]]) -> None:
         """Plan; `descriptors` are those of `Spec.list_budget_rules`, then that of the circuit breaker, if it has one."""

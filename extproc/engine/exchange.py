@@ -35,15 +35,13 @@ from extproc.engine.ramp import Ramp
 from extproc.engine.reading import NOT_CHANGING, Reading, make_excerpt
 from extproc.objects import INSPECT_BYTES
 from extproc.policy.bundle import EVERYBODY
-from extproc.request.callers import Values
+from extproc.request.callers import Values, list_others
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import UnreadableError, list_encodings, read_text, unpack
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import RARE, Marks, cut_notes, frame_answer
-from extproc.sessions.limits import SessionLimiter
-from extproc.sessions.trees import NO_AGENT, WireAgent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
 from extproc.store.rules.session import Question
@@ -133,14 +131,18 @@ class Guards:
                     continue
                 self.active.append(guard)
                 self.needs_body = self.needs_body or guard.needs_body
-            if (
-                plan.limiter is not None and request.method != "HEAD" and read_path(request.path).asks_model
-            ):  # others are not steps
-                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
-                limited = self._limit(plan, plan.limiter, values, joined, named)
-                limited.labels, limited.agent = labels, _read_agent(plan.limiter, request, named)
-            others = plan.list_other_callers(request, values)
-            if others:
+            # Requests that ask no model are not steps.
+            if plan.limiter is not None and request.method != "HEAD" and read_path(request.path).asks_model:
+                names = plan.limiter.names
+                named: Sequence[str] = session if names is plan.rings else names.read(request, caller)
+                limited = SessionGuard(plan, plan.limiter, values, joined, named)
+                limited.labels = labels
+                if key := names.tell_key(named):
+                    limited.agent = plan.limiter.agent_names.read(request, key, named[-1])
+                self.active.append(limited)
+                self.sessions = [*self.sessions, limited]
+                self.needs_body = True
+            if plan.shown and (others := list_others(plan.shown, request, values)):
                 self._admit_others(others, self.active[own:])
         except NotCounted as why:
             hidden = request.opens_responses and why.reason != BYPASS  # for any caller
@@ -190,8 +192,7 @@ class Guards:
             self.active.append(guard)
             self.needs_body = self.needs_body or guard.needs_body
             self.budgets = [*self.budgets, guard] if self.budgets else [guard]
-            others = plan.list_other_callers(request, values)
-            if others:
+            if plan.shown and (others := list_others(plan.shown, request, values)):
                 self._admit_others(others, [guard])
 
     def _read_headers(self, guard: LoopGuard, request: HttpRequest) -> bool:
@@ -202,16 +203,6 @@ class Guards:
             self._drop(guard, why.reason)
             return False
         return True
-
-    def _limit(
-        self, plan: Plan, limiter: SessionLimiter, values: list[tuple[str, str]], joined: str, session: Sequence[str]
-    ) -> SessionGuard:
-        """Make a guard of the session limits of the plan."""
-        guard = SessionGuard(plan, limiter, values, joined, session)
-        self.active.append(guard)
-        self.needs_body = True
-        self.sessions = [*self.sessions, guard]
-        return guard
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
         """Look up operators' orders about the request, as far as its head is sufficient."""
@@ -767,12 +758,6 @@ class Exchange(Reading):
                 if guard.compared_exactly and guard.plan.id not in found:
                     found.append(guard.plan.id)
         return found
-
-
-def _read_agent(limiter: SessionLimiter, request: HttpRequest, named: Sequence[str]) -> WireAgent:
-    """The agent that sends a request, given the values of the keys that may name its session."""
-    key = limiter.names.tell_key(named)
-    return limiter.agent_names.read(request, key, named[-1]) if key else NO_AGENT
 
 
 def join_callers(trace: list[Outcome]) -> list[Outcome]:

@@ -92,8 +92,6 @@ _KILLED: Final = LIMITS.index(KILLED)
 class _Calls:
     """Random names for calls, so that a forged access log entry cannot guess the name of another client's call."""
 
-    __slots__ = ("_at", "_names")
-
     def __init__(self) -> None:
         self._names = b""
         self._at = 0
@@ -138,36 +136,6 @@ class Guard:
         labels: what is shown of the caller, by name.
         first: the one with the same rules for the request's first caller; None if this is that one.
     """
-
-    __slots__ = (
-        "_in_head",
-        "_known",
-        "_now",
-        "_of_caller",
-        "_standing",
-        "body_crc32",
-        "caller",
-        "caller_in_head",
-        "compared",
-        "compared_exactly",
-        "compiled",
-        "composite",
-        "fingerprint",
-        "first",
-        "hit",
-        "labels",
-        "memory",
-        "needs_body",
-        "overrides",
-        "plan",
-        "pushes",
-        "repeat",
-        "session",
-        "subject",
-        "tenant",
-        "values",
-        "waits",
-    )
 
     def __init__(  # noqa: PLR0913  # all that a request's head tells
         self,
@@ -235,10 +203,6 @@ class Guard:
                     return aliases[known]
         return ""
 
-    def name_caller(self) -> str:
-        """The caller's name, as far as its descriptors are known."""
-        return self.plan.callers.name_caller(self.values, self.caller)
-
     def list_parts(self) -> list[str]:
         """The names of the values that identify the caller together; nothing if there is only one."""
         return self.plan.callers.list_parts(self.values)
@@ -250,7 +214,11 @@ class Guard:
     def _know_caller(self, others: Sequence[str], *, whole: bool) -> Caller:
         """All names by which orders may refer to the caller or to the `others`; `whole`: all of its descriptors are known."""
         named, aliases = self.plan.callers.split(self.values), self.plan.aliases
-        names = [*[each.hash() for each in named], *([self.name_caller()] if whole else []), *others]
+        names = [
+            *[each.hash() for each in named],
+            *([self.plan.callers.name_caller(self.values, self.caller)] if whole else []),
+            *others,
+        ]
         if aliases:
             names += [aliases[known] for known in names if known in aliases]
         return Caller(list(dict.fromkeys(names)), [*self.values, *[(each.name, each.value) for each in named]])
@@ -369,8 +337,6 @@ class LoopGuard(Guard):
         contradicted: the body contradicts the headers.
     """
 
-    __slots__ = ("_count", "_name", "_root", "claim", "contradicted", "detector")
-
     def __init__(
         self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
     ) -> None:
@@ -421,7 +387,7 @@ class LoopGuard(Guard):
             sums = self._compare(exchange, document) if not document.shortened else self._compare_excerpt(exchange, document)
         self.body_crc32 = sums.crc32
         self.composite, self.fingerprint, check = exchange.name(sums, self.caller)
-        self.tenant = self.name_caller()
+        self.tenant = self.plan.callers.name_caller(self.values, self.caller)
         self._name = exchange.scope, self.fingerprint + check
         self._ask()
         if self.memory is not None and self.plan.rings is not None:
@@ -526,34 +492,6 @@ class SessionGuard(Guard):
             session.
     """
 
-    __slots__ = (
-        "_agent_id",
-        "_agent_limits",
-        "_earlier_steps",
-        "_exchange",
-        "_grants",
-        "_known_before",
-        "_limits",
-        "_nameless",
-        "_parent",
-        "_place",
-        "_search",
-        "_stopped",
-        "_unknown",
-        "agent",
-        "agent_name",
-        "call",
-        "calls",
-        "is_second",
-        "limiter",
-        "model",
-        "narrowing",
-        "parent_name",
-        "reserve",
-        "standing",
-        "unreadable",
-    )
-
     def __init__(
         self, plan: Plan, limiter: SessionLimiter, values: list[tuple[str, str]], descriptors: str, session: Sequence[str]
     ) -> None:
@@ -607,7 +545,7 @@ class SessionGuard(Guard):
         if not self.caller and self.plan.guards_strangers:
             raise NotCounted("missing_descriptor")
         self.body_crc32 = exchange.sums.crc32
-        self.tenant = self.name_caller()
+        self.tenant = self.plan.callers.name_caller(self.values, self.caller)
         self._exchange = exchange
         if self._standing is not None:
             self.name_request()

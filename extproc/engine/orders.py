@@ -121,8 +121,6 @@ class _Shape:
         of_head: a request's headers are enough to find them.
     """
 
-    __slots__ = ("_caller", "_filed", "_fingerprint", "_session", "_tool", "names", "of_head")
-
     def __init__(self, target: Target) -> None:
         """Start empty; every target has the same fields as this one."""
         self._filed: dict[str, list[ActiveOverride]] = {}
@@ -165,8 +163,6 @@ class Caller:
         descriptors: name and value of each; those in a `first_of` by both names.
     """
 
-    __slots__ = ("descriptors", "names")
-
     def __init__(self, names: list[str], descriptors: list[tuple[str, str]]) -> None:
         self.names = names
         self.descriptors = descriptors
@@ -181,8 +177,6 @@ class KnownCaller:
         aliases: by which it was looked up.
         named_by: the same.
     """
-
-    __slots__ = ("aliases", "caller", "filed", "named_by")
 
     def __init__(self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], named_by: CallerNames) -> None:
         self.caller = caller
@@ -207,8 +201,6 @@ class Overrides:
         callers: that were looked up recently, by policy, descriptors, and whether these are all.
         name_sessions: some name a session.
     """
-
-    __slots__ = ("_of_body", "_of_head", "blocks_heads", "callers", "name_sessions")
 
     def __init__(self, overrides: Iterable[ActiveOverride] = ()) -> None:
         shapes: dict[tuple[bool, tuple[str, ...], bool, bool, bool], _Shape] = {}

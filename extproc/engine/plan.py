@@ -20,9 +20,9 @@ from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
-from extproc.request.callers import Values, compile_shown, find_hidden, find_names, list_others
+from extproc.request.callers import compile_shown, find_hidden, find_names
 from extproc.request.document import Document, NotCounted, NotJson, split_pointer
-from extproc.request.fingerprint import is_too_long
+from extproc.request.fingerprint import MAX_MARKS, is_too_long
 from extproc.request.hash_key import HashKey
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
@@ -154,42 +154,6 @@ class Detector:
         patient: the strictest action that ends no run.
     """
 
-    __slots__ = (
-        "_cooldown_ms",
-        "_count_refused",
-        "_ends",
-        "_key",
-        "_last",
-        "_later",
-        "_noted_from",
-        "_window_ms",
-        "actions",
-        "counts_failed",
-        "looks",
-        "max_delay_ms",
-        "max_inspect_bytes",
-        "mildest",
-        "mode",
-        "name",
-        "needs_body",
-        "needs_no_caller",
-        "noted",
-        "patient",
-        "policy",
-        "refusal",
-        "refuses_later",
-        "shadow",
-        "similarity",
-        "similarity_name",
-        "stateless",
-        "steer_note",
-        "steer_share",
-        "steers",
-        "threshold",
-        "window_seconds",
-        "window_type",
-    )
-
     def __init__(  # noqa: PLR0913  # a policy's settings and its plan
         self, policy: str, name: str, loop: LoopDetection, similarity: Similarity, *, shadow: bool, namespace: str
     ) -> None:
@@ -274,19 +238,6 @@ class Detector:
             waits = max(waits, over)
         return max(1, -(-waits // 1000))
 
-    def _choose_action(self, count: Count, subject: Subject, repeat: Repeat | None) -> Action:
-        """The strictest action that applies."""
-        if count.looping:
-            return self.actions[-1]
-        if self.stateless:
-            if repeat is None or not repeat.looping:
-                return Action.ALLOW
-            return self.find_action(repeat)
-        if len(self.actions) > 1:
-            held = bisect_right(self.list_thresholds(subject), count.count)
-            return self.actions[held - 1] if held else Action.ALLOW
-        return Action.ALLOW
-
     def foresee(self, outcome: Outcome) -> tuple[int, Action, int]:
         """How many notes a loop has had; which action ends the run next, and after how many repetitions, 0 if unknown."""
         repeat = outcome.repeat
@@ -324,10 +275,16 @@ class Detector:
 
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
         """The verdict about a request that has been counted."""
-        number = count.count
+        number, action = count.count, Action.ALLOW
         if self.stateless:
             number = repeat.count if repeat is not None else 0
-        action = self._choose_action(count, subject, repeat)
+        if count.looping:
+            action = self.actions[-1]
+        elif self.stateless:
+            action = self._find_due(repeat)
+        elif len(self.actions) > 1:
+            held = bisect_right(self.list_thresholds(subject), number)
+            action = self.actions[held - 1] if held else Action.ALLOW
         return Outcome(
             self.policy,
             self.mode,
@@ -377,6 +334,7 @@ class Plan:
         guards_strangers: a detector counts nothing, and so acts on requests without a caller, too.
         callers: names callers.
         merges_strangers: all requests without a caller count as one caller's.
+        shown: descriptors of which a request may have several; see `callers`.
         labels: values shown beside the caller's hash, which have no effect on counts.
         budget: its budgets; None for none.
         aliases: by the name of a caller, or of one of its values.
@@ -388,39 +346,6 @@ class Plan:
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
         root_names: finds the session at the root of a request's agents.
     """
-
-    __slots__ = (
-        "_body_descriptors",
-        "_bypass",
-        "_descriptors",
-        "_missing",
-        "_shown",
-        "aliases",
-        "budget",
-        "callers",
-        "counts_failed",
-        "detectors",
-        "guards_strangers",
-        "id",
-        "inspects",
-        "labels",
-        "leaves_out_notes",
-        "limiter",
-        "merges_strangers",
-        "mode",
-        "needs_body",
-        "paired",
-        "ramp",
-        "reads_body",
-        "reads_ends",
-        "refuses_uncountable",
-        "rings",
-        "root_names",
-        "shadow",
-        "steers",
-        "tells_callers_apart",
-        "watching",
-    )
 
     def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
         """Compile; keeps no reference to the policy's own objects, which take several times as much memory."""
@@ -441,7 +366,7 @@ class Plan:
         self._missing = spec.missing_descriptor
         self.refuses_uncountable = spec.uncountable == "reject"
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
-        self._shown = compile_shown(self._descriptors)
+        self.shown = compile_shown(self._descriptors)
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         missing = self._missing if self.tells_callers_apart else ""
         self.merges_strangers = missing == "share"
@@ -550,7 +475,7 @@ class Plan:
         """
         if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
             raise NotCounted(BYPASS)
-        if is_too_long(request.target, request.query):
+        if len(request.target) > MAX_MARKS and is_too_long(request.target, request.query):
             raise NotCounted("target_too_long")
         values = []
         for descriptor in self._descriptors:
@@ -564,10 +489,6 @@ class Plan:
         if len(values) < len(self._descriptors):
             self._check_missing(values, may_follow=self.reads_body)
         return values
-
-    def list_other_callers(self, request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[Values]:
-        """The other callers of a request that shows several credentials, given the first one's values; see `callers`."""
-        return list_others(self._shown, request, values)
 
     def check_bypass(self, request: HttpRequest) -> None:
         """Raise NotCounted for a request that the policy never counts, from any caller."""

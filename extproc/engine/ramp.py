@@ -35,8 +35,6 @@ class Ramp:
         inside, outside: hashes of the first callers that the policy acts on, and of those that it only watches.
     """
 
-    __slots__ = ("_key", "_shown", "descriptors", "inside", "keys", "outside", "percent", "seed")
-
     def __init__(self, percent: int, descriptors: Sequence[Descriptor], seed: str) -> None:
         self.percent = percent
         self.seed = seed

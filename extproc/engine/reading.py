@@ -10,7 +10,7 @@ from extproc.apis.excerpt import Excerpt
 from extproc.detectors.chain import ChainPlace, read_place
 from extproc.engine.plan import Plan
 from extproc.request.document import Document, NotCounted
-from extproc.request.fingerprint import NO_BODY, Body, compose, digest, write_head, write_query
+from extproc.request.fingerprint import NO_BODY, Body, name_request, write_head, write_query
 from extproc.request.http import HttpRequest
 from extproc.sessions.names import SessionNames
 
@@ -66,10 +66,8 @@ class Reading:
     def name(self, sums: Body, caller: str) -> tuple[str, str, str]:
         """Composite, fingerprint and check of a guard that compares a body with these sums."""
         if sums is not self._named or caller != self._caller:
-            composite = compose(self.head, sums, caller)
-            fingerprint, check = digest(composite, sums)
             self._named, self._caller = sums, caller
-            self._names = composite, fingerprint, check
+            self._names = name_request(self.head, sums, caller)
         return self._names
 
     def find_session(

@@ -48,8 +48,6 @@ class _Account:
         span: number of the span in which it last asked.
     """
 
-    __slots__ = ("given", "left", "span")
-
     def __init__(self, given: float) -> None:
         self.left = 0.0
         self.given = given

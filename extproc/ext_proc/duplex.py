@@ -39,8 +39,6 @@ class Duplex:
         has_trailers: the held body ends with trailers.
     """
 
-    __slots__ = ("_begun", "_request", "_response", "before", "has_trailers", "held", "holds", "part", "untimed", "whole")
-
     def __init__(self, first: EnvoyMessage) -> None:
         """Read the body modes from the first message of a stream."""
         self._request = self.untimed = first.body_mode == BODY_DUPLEX

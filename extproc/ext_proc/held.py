@@ -21,8 +21,6 @@ class HeldBody:
         size: the number of bytes that count as held. The last chunk does not: it goes on at once.
     """
 
-    __slots__ = ("_kept", "_pieces", "_small", "longest", "size", "sums")
-
     def __init__(self, kept: UploadMemory, longest: int) -> None:
         """Start with an empty body; `kept` is the memory shared by all of them."""
         self.longest = longest

@@ -81,23 +81,6 @@ class Stream(Waiting):
             If it does not, the stream answers its next message with all of this.
     """
 
-    __slots__ = (
-        "_body_mode",
-        "_decides",
-        "_duplex",
-        "_engine",
-        "_evaluation",
-        "_limit",
-        "_overloaded",
-        "_pinned",
-        "_scope",
-        "_service",
-        "_transaction",
-        "_upload",
-        "given_up",
-        "on_given_up",
-    )
-
     def __init__(self, service: Service, metadata: Iterable[tuple[str, str | bytes]] = ()) -> None:
         """Take a place among the service's streams until `close`. If none is free, the request is let through at once.
 

@@ -68,8 +68,6 @@ class Reply:
         rest: ProcessingResponses to send behind the answer.
     """
 
-    __slots__ = ("answer", "done", "first", "hold_ms", "rest")
-
     def __init__(
         self, answer: bytes | Pieces | None, *, done: bool, hold_ms: int = 0, first: bytes = b"", rest: Sequence[bytes] = ()
     ) -> None:
@@ -101,8 +99,6 @@ class Later:
     Attributes:
         stay: adapts the reply if the stream has more to do; None if not.
     """
-
-    __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_transaction", "stay")
 
     def __init__(self, transaction: Transaction, kind: str, exchange: Exchange, asked: Asked, shadow_counts: Counts) -> None:
         self.stay: Callable[[Reply], Reply] | None = None
@@ -151,22 +147,6 @@ class Transaction:
         edited: the body to hand back in place of the held one; None if it is unchanged.
         started: the time at which its newest message came, by `perf_counter`.
     """
-
-    __slots__ = (
-        "_content",
-        "_held",
-        "_holding",
-        "_record",
-        "_service",
-        "_unknown",
-        "buffered",
-        "edited",
-        "ended",
-        "holds",
-        "late",
-        "observed",
-        "started",
-    )
 
     def __init__(self, service: Service) -> None:
         self.observed = False

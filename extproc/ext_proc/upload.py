@@ -58,20 +58,6 @@ class Upload:
         body: the checksums of what has come so far.
     """
 
-    __slots__ = (
-        "_before",
-        "_content_length",
-        "_excerpt",
-        "_inspects",
-        "_keeps",
-        "_kept",
-        "_last",
-        "_limit",
-        "_mode",
-        "_start",
-        "body",
-    )
-
     def __init__(  # noqa: PLR0913  # everything known about a body before it comes
         self,
         kept: UploadMemory,

@@ -86,8 +86,6 @@ class _UnusualError(Exception):
 class _KnownHeaders:
     """The headers of an earlier request."""
 
-    __slots__ = ("_fields", "_headers", "_names")
-
     def __init__(self, fields: list[bytes], headers: dict[str, bytes]) -> None:
         """Remember headers, given their bytes on the wire, except those that must not be kept."""
         self._names = list(headers)
@@ -141,21 +139,6 @@ class EnvoyMessage(Facts):
         response_mode: how Envoy sends response bodies, likewise.
         token: an authorization header whose claims are trusted although Envoy did not verify them; empty for none.
     """
-
-    __slots__ = (
-        "_beside",
-        "_parsed",
-        "_unverified",
-        "_whole",
-        "body",
-        "body_mode",
-        "ended",
-        "headers",
-        "kind",
-        "observed",
-        "response_mode",
-        "token",
-    )
 
     def __init__(self, kind: str, beside: bytes, parsed: ProcessingRequest | None = None) -> None:
         """Start with an empty message.

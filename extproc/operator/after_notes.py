@@ -18,7 +18,7 @@ from extproc.decision import Action, Decision, Outcome
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import LoopGuard
 from extproc.operator.loop_table import find_guard, name_repeated
-from extproc.request.fingerprint import NO_BODY, compose, digest, write_head, write_query
+from extproc.request.fingerprint import NO_BODY, name_request, write_head, write_query
 
 BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = ("begun", "went_on", "turned_round", "landed", "refused")
 """A first note was due, the loop continued after it, and the ways in which the episode ended."""
@@ -100,7 +100,7 @@ class NoteFollower:
             compared = repeat.before.compared
             request, sums = exchange.request, NO_BODY.plus(compared)
             query = write_query(request.read_shown_query()) if request.query else ""
-            fingerprint = digest(compose(write_head(request.method, request.path, query), sums, candidate.caller), sums)[0]
+            fingerprint = name_request(write_head(request.method, request.path, query), sums, candidate.caller)[1]
             repeat, newer = repeat.before.last, 1
         cause = exchange.find_cause(repeat, newer)
         kind = cause.kind if cause is not None else NO_CAUSE

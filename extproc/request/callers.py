@@ -72,8 +72,6 @@ class CallerNames:
         forms: of secrets, and of the alternatives of each `first_of`.
     """
 
-    __slots__ = ("forms",)
-
     def __init__(self, descriptors: tuple[Descriptor, ...]) -> None:
         """Compile; see `find_names`."""
         keys = [part.key for descriptor in descriptors for part in descriptor.list_sources()]
@@ -132,8 +130,6 @@ class Shown:
     Attributes:
         name: the descriptor's.
     """
-
-    __slots__ = ("_keys", "_starts", "name")
 
     def __init__(self, name: str, keys: list[str]) -> None:
         """Compile; `keys` are the alternatives that are secrets, or empty for the limit key `credential` alone."""

@@ -49,8 +49,6 @@ _MAX_KNOWN: Final = 1_024
 class Body:
     """Length and checksums of a request body, computed in one pass or chunk by chunk with `plus`; never changed."""
 
-    __slots__ = ("adler32", "crc32", "length")
-
     def __init__(self, length: int, crc32: int, adler32: int) -> None:
         self.length = length
         self.crc32 = crc32
@@ -136,28 +134,25 @@ def write_head(method: str, path: str, query: str) -> str:
     return f"{method}|{path}|{query}|"
 
 
-def compose(head: str, body: Body, descriptors: str) -> str:
-    """The whole composite; `head` comes from `write_head`, `descriptors` from `join_descriptors`."""
-    if descriptors:
-        return f"{head}{write_crc32(body.crc32)}|{descriptors}"
-    return f"{head}{write_crc32(body.crc32)}"
-
-
 def write_crc32(number: int) -> str:
     """8 hex digits."""
     return number.to_bytes(4, "big").hex()  # compiled, much faster than formatting
 
 
-def digest(composite: str, body: Body) -> tuple[str, str]:
-    """A composite's short names.
+def name_request(head: str, body: Body, descriptors: str) -> tuple[str, str, str]:
+    """The names of a request; `head` comes from `write_head`, `descriptors` from `join_descriptors`.
 
     Returns:
-        the fingerprint: CRC32 of the composite, 8 hex digits, shown in logs, headers and `explain`;
+        the composite;
+        the fingerprint: its CRC32, 8 hex digits, shown in logs, headers and `explain`;
         the check: 64-bit hash of the composite, the body's length and its Adler-32, 16 hex digits.
     """
+    composite = f"{head}{body.crc32.to_bytes(4, 'big').hex()}"
+    if descriptors:
+        composite = f"{composite}|{descriptors}"
     data = composite.encode("utf-8", "surrogateescape")
     check = blake2b(b"%b\0%d\0%d" % (data, body.length, body.adler32), digest_size=8)
-    return write_crc32(_crc32(data)), check.hexdigest()
+    return composite, _crc32(data).to_bytes(4, "big").hex(), check.hexdigest()
 
 
 def identify(head: str, body: Body, session: int) -> bytes:

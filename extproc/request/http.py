@@ -40,8 +40,6 @@ _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up
 class Facts:
     """What is known about a request besides its headers, read only when a policy needs it. This base class knows nothing."""
 
-    __slots__ = ()
-
     def route(self) -> str:
         """Envoy's route name; empty if unknown."""
         return ""
@@ -102,22 +100,6 @@ class HttpRequest:
         hash_key: for hashes of its secrets; assign it before a secret is read.
         vendor_sessions: see `find_vendor_headers`; None until they are read.
     """
-
-    __slots__ = (
-        "_credentials",
-        "_hidden",
-        "_pairs",
-        "authority",
-        "facts",
-        "hash_key",
-        "headers",
-        "method",
-        "opens_responses",
-        "path",
-        "query",
-        "target",
-        "vendor_sessions",
-    )
 
     def __init__(
         self,
