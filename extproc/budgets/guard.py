@@ -88,12 +88,11 @@ class BudgetLimit:
         has_headers: clients can be told about it in whole numbers.
         flat: what each request costs, in units; 0 if that depends on the request.
         place: what all of its keys begin with; empty before its guard is compiled.
-        forms: room for what is computed once for all requests; see `write_budgets`.
-        answers: likewise, for those with the same numbers.
+        answers: metadata of requests that just continue, by the numbers in it; see `write_budgets`.
     """
 
     __slots__ = (
-        "_arguments", "answers", "flat", "forms", "has_headers", "kind", "lifetime_ms", "limit", "most", "offset", "place",
+        "_arguments", "answers", "flat", "has_headers", "kind", "lifetime_ms", "limit", "most", "offset", "place",
         "rate", "reason", "span", "suffix", "unit", "units", "words",
     )  # fmt: skip
 
@@ -126,7 +125,6 @@ class BudgetLimit:
         self.has_headers = kind != BREAKER and unit != DOLLAR_UNIT
         self.flat = 0
         self.place = ""
-        self.forms: dict[int, object] = {}
         self.answers: Memo[int, bytes] = Memo(_MOST_ANSWERS)
         self.lifetime_ms = Take("", kind, 0, self.limit, rate, span, offset).lifetime_ms
         self._arguments: tuple[int, ...] = ()

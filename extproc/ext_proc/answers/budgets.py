@@ -12,65 +12,27 @@ from extproc.budgets.guard import Reservation, make_subject
 from extproc.budgets.subject import DOLLAR_UNIT, TOKEN_UNIT, BudgetSubject
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.budget_candidates import BudgetGuard
-from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_entries_head, write_text, write_text_head
+from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_sessions, write_text
 
 RULE: Final = "budget_rule"
-
-_TIME: Final = b";t="
-_DIGITS: Final = 64
-"""More than the digits of any number."""
 
 _LONGEST: Final = 1 << 20
 """Answers with a longer time, in seconds, are not kept."""
 
 _MS_PER_SECOND: Final = 1_000
-_SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
-
+_HEADERS: Final = ("RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset", "RateLimit")
+_KEYS: Final = ("ratelimit_limit", "ratelimit_remaining", "ratelimit_reset", "ratelimit")
 
 _NONE: Final[list[Reservation]] = []
 
 
-def _write_number(number: int) -> bytes:
-    """A number; 0 for less."""
-    return str(max(0, number)).encode()
+def _write_rate_limit(policy: str, limit: int, left: int, seconds: int) -> tuple[str, str, str, str]:
+    """The values of `_HEADERS`; `seconds` until a budget is whole again, or until the request fits.
 
-
-class _BudgetForm:
-    """The metadata of requests that continue, without two numbers; the same for all numbers with as many digits.
-
-    Attributes:
-        first: up to what is left.
-        start: the same with what stands before it.
-        second: from there to the seconds.
-        third: from there to what is left, again; the seconds follow once more.
+    Names and values are those of Fairvisor, from two versions of draft-ietf-httpapi-ratelimit-headers.
     """
-
-    __slots__ = ("first", "second", "start", "third")
-
-    def __init__(self, policy: str, reserved: Reservation, left: int, seconds: int) -> None:
-        """For `left` and `seconds` digits."""
-        quoted = f'"{policy.translate(_SAFE)}";r='.encode()
-        whole = len(quoted) + left + len(_TIME) + seconds
-        limit = write_text("ratelimit_limit", f"{reserved.take.limit // reserved.limit.units}")
-        self.first = limit + write_text(RULE, reserved.rule.name) + write_text_head("ratelimit_remaining", left)
-        self.second = write_text_head("ratelimit_reset", seconds)
-        self.third = write_text_head("ratelimit", whole) + quoted
-        size = len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
-        self.start = write_entries_head(size) + self.first
-
-
-def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[tuple[str, str]]:
-    """The headers about one budget; `seconds` until it is whole again, or until the request fits.
-
-    Their names and values are those of Fairvisor, from two versions of draft-ietf-httpapi-ratelimit-headers.
-    """
-    left = max(0, floor(subject.left))
-    return [
-        ("RateLimit-Limit", f"{floor(subject.limit)}"),
-        ("RateLimit-Remaining", f"{left}"),
-        ("RateLimit-Reset", f"{seconds}"),
-        ("RateLimit", f'"{policy.translate(_SAFE)}";r={left};t={seconds}'),
-    ]
+    left, seconds = max(0, left), max(0, seconds)
+    return f"{limit}", f"{left}", f"{seconds}", f'"{policy}";r={left};t={seconds}'
 
 
 def _list_token_limit(subject: BudgetSubject) -> list[tuple[str, str]]:
@@ -90,7 +52,10 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
     again = lead.retry_after
     headers = [("x-should-retry", "false")] if again is None else [("Retry-After", str(again))]
     if subject.unit != DOLLAR_UNIT:
-        headers += list_rate_limit(subject, lead.policy, subject.reset if again is None else again)
+        seconds = subject.reset if again is None else again
+        headers += zip(
+            _HEADERS, _write_rate_limit(lead.policy, floor(subject.limit), floor(subject.left), seconds), strict=True
+        )
     headers += [("X-Fairvisor-Reason", subject.reason.value), ("x-loopguard-policy", lead.policy)]
     return [*headers, ("x-loopguard-rule", subject.rule)] if subject.rule.isascii() else headers
 
@@ -140,45 +105,25 @@ def describe_budgets(budgets: list[BudgetGuard], decision: Decision) -> dict[str
     else:
         policy, subject = tightest, make_subject(reserved)
         seconds = subject.reset
-    headers = {name.lower().replace("-", "_"): value for name, value in list_rate_limit(subject, policy, seconds)}
-    return {**headers, **more, RULE: subject.rule}
+    told = _write_rate_limit(policy, floor(subject.limit), floor(subject.left), seconds)
+    return {**dict(zip(_KEYS, told, strict=True)), **more, RULE: subject.rule}
 
 
 def write_budgets(budgets: list[BudgetGuard], calls: str) -> bytes:
     """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
     policy, reserved, tokens = _find_tightest(budgets)
     if reserved is None or reserved.taken is None:
-        return write_entries([write_text(SESSIONS, calls)]) if calls else b""
-    limit, taken = reserved.limit, reserved.taken
+        return write_sessions(calls) if calls else b""
+    limit, taken, most = reserved.limit, reserved.taken, reserved.take.limit
     left, seconds = taken.left // limit.units, -(-taken.reset_ms // _MS_PER_SECOND)
-    own = taken.here is not None or reserved.take.limit != limit.limit  # a replica's share, or a limit that an order raises
-    if calls or tokens is not None or own or not 0 <= seconds < _LONGEST:
-        return _write_numbers(policy, reserved, left, seconds, calls, tokens)
-    numbers = left * _LONGEST + seconds
-    told = limit.answers.get(numbers)
+    own = taken.here is not None or most != limit.limit  # a replica's share, or a limit that an order raises
+    alike = not (calls or own) and tokens is None and 0 <= seconds < _LONGEST
+    told = limit.answers.get(left * _LONGEST + seconds) if alike else None
     if told is None:
-        told = _write_numbers(policy, reserved, left, seconds, "", None)
-        limit.answers.put(numbers, told)
+        numbers = zip(_KEYS, _write_rate_limit(policy, most // limit.units, left, seconds), strict=True)
+        more = [] if tokens is None else _list_token_limit(make_subject(tokens))
+        texts = [*numbers, (RULE, reserved.rule.name), *([(SESSIONS, calls)] if calls else []), *more]
+        told = write_entries([write_text(name, value) for name, value in texts])
+        if alike:
+            limit.answers.put(left * _LONGEST + seconds, told)
     return told
-
-
-def _write_numbers(  # noqa: PLR0913  # all that is told
-    policy: str, reserved: Reservation, left: int, seconds: int, calls: str, tokens: Reservation | None
-) -> bytes:
-    """See `write_budgets`."""
-    limit, shared = reserved.limit, reserved.take.limit == reserved.limit.limit
-    written, time = _write_number(left), _write_number(seconds)
-    known = len(written) * _DIGITS + len(time)
-    form = limit.forms.get(known)
-    if not shared or not isinstance(form, _BudgetForm):
-        form = _BudgetForm(policy, reserved, len(written), len(time))
-        if shared:  # else the limit is a replica's share, or one that an order raises
-            limit.forms[known] = form
-    if calls or tokens is not None:
-        told = [form.first, written, form.second, time, form.third, written, _TIME, time]
-        if calls:
-            told.append(write_text(SESSIONS, calls))
-        if tokens is not None:
-            told += [write_text(name, value) for name, value in _list_token_limit(make_subject(tokens))]
-        return write_entries(told)
-    return b"".join([form.start, written, form.second, time, form.third, written, _TIME, time])
