@@ -49,7 +49,7 @@ from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.policy.loader import Unenforced
 from extproc.reload import RefusedReload, Reloader
 from extproc.request.hash_key import read_hash_key
-from extproc.sessions.prices import Prices
+from extproc.sessions.rates import Prices
 from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
 from extproc.store.care import StoreCare

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from math import isfinite
-from typing import Final
+from typing import Final, NamedTuple
 
 from extproc.apis import open_conversation
 from extproc.apis.lengths import CHARACTERS_PER_TOKEN, count_characters
@@ -49,7 +49,7 @@ def scale(amount: float, units: int) -> int:
     return round(amount * units)
 
 
-class Estimate:
+class Estimate(NamedTuple):
     """The tokens of a request, as far as they are known before its response.
 
     Attributes:
@@ -59,13 +59,10 @@ class Estimate:
         copies: number of answers that the client asks for.
     """
 
-    __slots__ = ("answer", "copies", "model", "prompt")
-
-    def __init__(self, prompt: int, answer: int, model: str, copies: int = 1) -> None:
-        self.prompt = prompt
-        self.answer = answer
-        self.model = model
-        self.copies = copies
+    prompt: int
+    answer: int
+    model: str
+    copies: int = 1
 
 
 class Anchors:
@@ -73,8 +70,6 @@ class Anchors:
 
     An estimate knows neither the language of a text nor the messages that the provider keeps.
     """
-
-    __slots__ = ("_counts",)
 
     def __init__(self) -> None:
         """Nothing is known yet."""
@@ -112,8 +107,6 @@ class CostKey:
         rates: prices, for dollars.
         limit_key: the header or parameter with the cost, as a limit key; empty if there is none.
     """
-
-    __slots__ = ("_default", "_fixed", "_name", "_source", "limit_key", "measured", "rates")
 
     def __init__(self, key: str, fixed: float, default: float, rates: Rates | None = None) -> None:
         """Compile a `cost_key` or `cost_source`."""

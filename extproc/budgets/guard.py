@@ -8,7 +8,7 @@ request can pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from extproc.bounded import Memo
@@ -91,11 +91,6 @@ class BudgetLimit:
         answers: metadata of requests that just continue, by the numbers in it; see `write_budgets`.
     """
 
-    __slots__ = (
-        "_arguments", "answers", "flat", "has_headers", "kind", "lifetime_ms", "limit", "most", "offset", "place",
-        "rate", "reason", "span", "suffix", "unit", "units", "words",
-    )  # fmt: skip
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         suffix: str,
@@ -140,15 +135,12 @@ class BudgetLimit:
         return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset, -1, "", self.lifetime_ms, arguments)
 
 
-class BudgetStage:
-    """What happens from a percentage of a budget on; never changed."""
+class BudgetStage(NamedTuple):
+    """What happens from a percentage of a budget on."""
 
-    __slots__ = ("action", "delay_ms", "percent")
-
-    def __init__(self, percent: float, action: Action, delay_ms: int) -> None:
-        self.percent = percent
-        self.action = action
-        self.delay_ms = delay_ms
+    percent: float
+    action: Action
+    delay_ms: int
 
 
 class BudgetRule:
@@ -164,11 +156,6 @@ class BudgetRule:
         refusal: how it refuses.
         asks_usage: it makes streams report their usage.
     """
-
-    __slots__ = (
-        "_answer", "_most_answer", "_most_prompt", "_most_tokens", "asks_usage", "cost", "hints", "limits", "name", "quoted",
-        "refusal", "stages",
-    )  # fmt: skip
 
     def __init__(self, rule: Rule) -> None:
         self.name = copy_text(rule.name)
@@ -288,8 +275,6 @@ class Reservation:
         taken: the answer; None before.
     """
 
-    __slots__ = ("limit", "rule", "take", "taken", "tenant")
-
     def __init__(self, rule: BudgetRule, limit: BudgetLimit, take: Take, tenant: str) -> None:
         self.rule = rule
         self.limit = limit
@@ -307,11 +292,6 @@ class Reservation:
         self.taken = taken
         if taken.here is not None:
             self.take = taken.here
-
-    def describe(self) -> list[object]:
-        """What the access log has to repeat for the settlement: rule, limit, key, amount and start."""
-        taken = self.taken
-        return [self.rule.name, self.limit.suffix, self.take.key, self.take.amount, taken.start if taken is not None else 0]
 
 
 class BudgetRules:
@@ -332,25 +312,6 @@ class BudgetRules:
         steer_note: as of a detector.
         refuses_later: as of a detector.
     """
-
-    __slots__ = (
-        "_key",
-        "alerts",
-        "anchors",
-        "asks_usage",
-        "breaker",
-        "breaker_rule",
-        "mode",
-        "name",
-        "needs_body",
-        "policy",
-        "refuses_later",
-        "rules",
-        "shadow",
-        "similarity_name",
-        "steer_note",
-        "steers",
-    )
 
     def __init__(  # noqa: PLR0913  # the parts of a policy
         self,

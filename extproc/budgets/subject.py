@@ -27,8 +27,6 @@ class BudgetSubject:
         unit: what is counted: tokens, dollars, or empty for costs.
     """
 
-    __slots__ = ("asked", "final", "left", "limit", "reason", "reset", "rule", "span", "unit")
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         rule: str,

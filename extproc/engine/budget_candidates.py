@@ -161,7 +161,7 @@ class BudgetGuard(Guard):
         breaker, estimate = self.budget.breaker, plain
         if self.root:
             prompt = self.budget.anchors.correct(f"{renewed}:{self.root}", plain.prompt)
-            estimate = Estimate(prompt, plain.answer, plain.model, plain.copies)
+            estimate = plain._replace(prompt=prompt)
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
                 amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)

@@ -52,8 +52,6 @@ class Asked:
         pending: the store's answer; call `abandon` if the counts are no longer needed.
     """
 
-    __slots__ = ("_abandoned", "_counting", "_group", "_started", "pending")
-
     def __init__(self, counting: Counting, group: Guards, pending: Pending) -> None:
         self.pending = pending
         self._counting = counting

@@ -41,12 +41,14 @@ from extproc.request.fingerprint import (
     Body,
     identify,
     join_descriptors,
+    sum_up,
 )
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
-from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionKeys, SessionLimiter
-from extproc.sessions.names import Rings
-from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
+from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionLimiter
+from extproc.sessions.names import Rings, hash_session
+from extproc.sessions.rates import Usage, estimate_tokens
+from extproc.sessions.trees import NO_AGENT, digest_agent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
@@ -509,8 +511,6 @@ class SessionGuard(Guard):
         self._grants = NO_GRANTS
         self._limits = limiter.limits
         self._agent_limits = NO_LIMITS
-        self._agent_id = ROOT_ID
-        self._parent = ROOT_ID.digest
         self._exchange: Reading | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
@@ -560,7 +560,8 @@ class SessionGuard(Guard):
             self._read_calls(document)
         self.call = CALLS.name()
         self.model = cut_text(find_model(exchange.request.path, self.calls.model), LONGEST_MODEL)
-        self.reserve = self.limiter.rates.estimate(self.model, exchange.sums.length, self.calls.answer or DEFAULT_ANSWER)
+        usage = Usage(estimate_tokens(exchange.sums.length), self.calls.answer or DEFAULT_ANSWER)
+        self.reserve = self.limiter.rates.find_cost(self.model, usage)
         if place is not None:
             fresh = self.call[:CONVERSATION]
             self._earlier_steps, self._nameless = place.depth, True
@@ -615,7 +616,7 @@ class SessionGuard(Guard):
         if standing.limit or standing.retry or standing.steps != _TWICE:
             return None
         unnamed = self._renew(UNNAMED) if self.overrides else UNNAMED
-        key = self.limiter.find_keys(exchange.scope, self.tenant, unnamed).ledger
+        key = self.limiter.find_ledger(exchange.scope, self.tenant, unnamed)
         return Settlement(key, limits, bytes.fromhex(self.session) + _NO_NAME, standing.cost, estimated=False, outcome=JOINED)
 
     def _find_kin(self) -> str:
@@ -650,11 +651,9 @@ class SessionGuard(Guard):
         empty, and the store is asked first, because operators' orders about the root change the question.
         """
         agent, roots, tenant = self.agent, self.limiter.roots, self.tenant
-        self._agent_id = identify_agent(agent.key, agent.name)
-        self.agent_name = self._agent_id.name
+        self.agent_name = hash_session(agent.key, agent.name)
         if not agent.hangs:
-            parent = identify_agent(agent.key, agent.parent) if agent.parent else ROOT_ID
-            self.parent_name, self._parent = parent.name, parent.digest
+            self.parent_name = hash_session(agent.key, agent.parent) if agent.parent else ""
             return name
         root = roots.find(tenant, self.agent_name)
         if not root:
@@ -678,7 +677,7 @@ class SessionGuard(Guard):
     def _take_root(self, found: bytes) -> None:
         """Take the root of the agent, in whose session the store has counted the request."""
         root, step = found.hex(), self.hit
-        self.limiter.roots.keep(self.tenant, identify_agent(self.agent.key, self.agent.name).name, root)
+        self.limiter.roots.keep(self.tenant, hash_session(self.agent.key, self.agent.name), root)
         if isinstance(step, Step) and root != self.session:
             self._place_below(root, self.session)
             self.hit, self.session = move_step(step, found), root
@@ -686,21 +685,20 @@ class SessionGuard(Guard):
     def _place_below(self, root: str, parent: str) -> None:
         """Set the agent's parent, which is empty directly below the root; in a circle, the root is no agent."""
         self.parent_name = "" if parent == root else parent
-        self._parent = digest_agent(self.parent_name)
         if self.agent_name == root:
             self.agent_name = self.parent_name = ""
-            self._agent_id, self._parent = ROOT_ID, ROOT_ID.digest
 
     def _ask(self, exchange: Reading) -> None:
         """Make what the store is asked to count."""
         session, unnamed = self._renew(self.session) if self.overrides else self.session, self.session == UNNAMED
-        keys = self.limiter.find_keys(exchange.scope, self.tenant, session)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         granted = sum_tool_grants(self.overrides) if self.overrides and not unnamed else None
         self._limits = self.limiter.extend_tools(granted) if granted else self.limiter.find_limits(self.session)
         self.hit = self.limiter.make_step(
-            keys,
-            self._identify(exchange, keys),
+            exchange.scope,
+            self.tenant,
+            session,
+            self._identify(exchange, session),
             self.call,
             self.reserve,
             self.calls,
@@ -708,11 +706,11 @@ class SessionGuard(Guard):
             self._limits,
             allowed=self.is_allowed,
             earlier=0 if unnamed else self._earlier_steps,
-            tree=None if unnamed else self._place_in_tree(keys),
+            tree=None if unnamed else self._place_in_tree(exchange.scope, session),
             search=self._search,
         )
 
-    def _place_in_tree(self, keys: SessionKeys) -> TreeStep | None:
+    def _place_in_tree(self, scope: str, session: str) -> TreeStep | None:
         """The request's place in the tree of its session's agents; None if these have no limits."""
         limits = self.limiter.agent_limits
         if limits is None:
@@ -720,17 +718,18 @@ class SessionGuard(Guard):
         if self.overrides:
             limits = NO_LIMITS if self.is_allowed else self.limiter.extend_agents(sum_agent_grants(self.overrides))
         self._agent_limits = limits
-        return self.limiter.make_tree_step(keys, self._agent_id.digest, self._parent, limits)
+        agent, parent = digest_agent(self.agent_name), digest_agent(self.parent_name)
+        return TreeStep(self.limiter.find_tree(scope, self.tenant, session), limits, agent, parent)
 
-    def _identify(self, exchange: Reading, keys: SessionKeys) -> bytes:
+    def _identify(self, exchange: Reading, session: str) -> bytes:
         """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
         if self._unknown:
             return self.call[:_IDENTITY]
         place = self._place
         if place is not None:
             return place.identify(self.calls.offer)
-        own = self._agent_id.checksum  # two agents with the same task do not repeat each other
-        return identify(exchange.head, exchange.sums, own if self.agent.hangs and own else keys.checksum ^ own)
+        own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task do not repeat each other
+        return identify(exchange.head, exchange.sums, own if self.agent.hangs and own else sum_up(session) ^ own)
 
     def name_request(self) -> None:
         """See `Guard`; worked out on demand, because it is rarely needed and expensive."""

@@ -298,8 +298,6 @@ class _FoundUsage:
         absurd: it reports more than any model can use, so that it is not believed.
     """
 
-    __slots__ = ("absurd", "cut", "estimated", "most_output", "usage")
-
     def __init__(self, found: Found, told: Found, gateway: Found, status: int) -> None:
         request_bytes: int = found.get(b"request_bytes", 0)
         response_bytes: int = found.get(b"response_bytes", 0)

@@ -24,7 +24,7 @@ from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import cut_text
 from extproc.sessions.limits import UNNAMED, SessionSubject
-from extproc.sessions.prices import read_model
+from extproc.sessions.rates import read_model
 
 _OPENING: Final = 8
 """Bytes of the digest of how a conversation opens."""

@@ -17,7 +17,7 @@ from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, NoteLa
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
 from extproc.request.clients import AGENT_HEADERS
 from extproc.request.http import HttpRequest, cut_text
-from extproc.sessions.prices import read_model
+from extproc.sessions.rates import read_model
 
 _MAX_CURVES: Final = 1_000
 PATH_SHOWN: Final = 256

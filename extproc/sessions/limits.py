@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final, NamedTuple
 
-from msgspec import json
-
-from extproc.bounded import Memo
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
 from extproc.detectors.chain import ChainPlace, digest_tool
-from extproc.request.fingerprint import sum_up
 from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, CallHistory
 from extproc.sessions.names import Chains, SessionNames
@@ -102,30 +98,6 @@ class Narrowing(NamedTuple):
         return self.every or bool(self.tools)
 
 
-class SessionKeys:
-    """The keys of a session's state in the store; never changed.
-
-    Attributes:
-        ledger: the key of its own ledger.
-        tenant: the key of the number of sessions that its tenant has begun.
-        checksum: checksum of the session's name.
-        tree: the key of its tree of agents.
-    """
-
-    __slots__ = ("checksum", "ledger", "tenant", "tree")
-
-    def __init__(self, ledger: str, tenant: str, checksum: int, tree: str) -> None:
-        self.tree = tree
-        self.checksum = checksum
-        self.ledger = ledger
-        self.tenant = tenant
-
-
-_KEYS: Final[Memo[tuple[str, str, str, str], SessionKeys]] = Memo(2_048)
-_MODELS: Final[Memo[str, str]] = Memo(512)
-"""Models as JSON, because most requests name a known model."""
-
-
 class SessionSubject:
     """What a model is told about its session; a `Subject`.
 
@@ -138,8 +110,6 @@ class SessionSubject:
         ask_for: the command with which an operator allows what was refused; empty if this is not about a tool's own limit, or
             about agents.
     """
-
-    __slots__ = ("allowed", "ask_for", "limit", "ordered", "tool", "used")
 
     def __init__(  # noqa: PLR0913  # a record
         self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False, ask_for: str = ""
@@ -231,8 +201,6 @@ class SessionSubject:
 class UnnamedSubject(SessionSubject):
     """What a model is told about the requests of a caller that name no session."""
 
-    __slots__ = ()
-
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
         used, allowed = self.shown
@@ -245,8 +213,6 @@ class UnnamedSubject(SessionSubject):
 
 class WaitingSubject(SessionSubject):
     """What a client is told whose session may have money left once its open requests are answered."""
-
-    __slots__ = ()
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
@@ -288,44 +254,6 @@ class SessionLimiter:
         agent_limits: limits of agents; None if there are none.
         roots: the roots of agents that name only their parents.
     """
-
-    __slots__ = (
-        "_begun",
-        "_chains",
-        "_fewest",
-        "_key",
-        "_listed",
-        "_listed_unnamed",
-        "_opening",
-        "_steer",
-        "_tenants",
-        "_tool_names",
-        "_trees",
-        "_unlimited",
-        "_warn",
-        "agent_limits",
-        "agent_names",
-        "asks_usage",
-        "gives_notice",
-        "limits",
-        "looks",
-        "max_inspect_bytes",
-        "mode",
-        "name",
-        "names",
-        "narrows",
-        "needs_answers",
-        "policy",
-        "rates",
-        "refusal",
-        "refuses_later",
-        "roots",
-        "shadow",
-        "similarity_name",
-        "steer_note",
-        "steers",
-        "unnamed",
-    )
 
     def __init__(  # noqa: PLR0913  # a policy's settings for it
         self,
@@ -374,7 +302,6 @@ class SessionLimiter:
         self._key = f"{namespace}session6:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self._chains = Chains(policy, session.idle_seconds, namespace=namespace)
-        self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 
     @property
     def lifetime_seconds(self) -> int:
@@ -414,16 +341,13 @@ class SessionLimiter:
         """Whether a key may belong to one of its ledgers."""
         return key.startswith(self._key)
 
-    def find_keys(self, scope: str, tenant: str, session: str) -> SessionKeys:
-        """The keys of a session's state. `session` is the hash of its name, or what replaces it since a release."""
-        place = (self._key, scope, tenant, session)
-        keys = _KEYS.get(place)
-        if keys is None:
-            ledger, tree = f"{self._key}{scope}:{session}:{tenant}", f"{self._trees}{scope}:{session}:{tenant}"
-            begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # does not count as a session of the tenant
-            keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", sum_up(session), tree)
-            _KEYS.put(place, keys)
-        return keys
+    def find_ledger(self, scope: str, tenant: str, session: str) -> str:
+        """The key of a session's ledger. `session` is the hash of its name, or what replaces it since a release."""
+        return f"{self._key}{scope}:{session}:{tenant}"
+
+    def find_tree(self, scope: str, tenant: str, session: str) -> str:
+        """The key of its tree of agents."""
+        return f"{self._trees}{scope}:{session}:{tenant}"
 
     def make_link(self, scope: str, tenant: str, place: ChainPlace, entry: bytes, fresh: bytes) -> ChainLink:
         """The store's question about the conversation in a request.
@@ -434,7 +358,9 @@ class SessionLimiter:
 
     def make_step(  # noqa: PLR0913  # everything that a ledger needs
         self,
-        keys: SessionKeys,
+        scope: str,
+        tenant: str,
+        session: str,
         identity: bytes,
         call: bytes,
         reserve: int,
@@ -450,7 +376,9 @@ class SessionLimiter:
         """The store's question about a request.
 
         Args:
-            keys: the session's keys.
+            scope: attachment name.
+            tenant: hash of the caller.
+            session: as for `find_ledger`.
             identity: digest of the request, 8 bytes.
             call: name of the request, 16 bytes.
             reserve: estimated cost, in nano-dollars.
@@ -459,12 +387,13 @@ class SessionLimiter:
             limits: from `find_limits` or `extend_tools`.
             allowed: an operator has ordered to let it through.
             earlier: number of steps in its history, for a ledger that begins with them.
-            tree: the result of `make_tree_step`.
-            search: finds the session; the keys are those of the agent's parent.
+            tree: its place in the tree of agents.
+            search: finds the session; `session` is the agent's parent.
         """
+        begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # does not count as a session of the tenant
         return Step(
-            keys.ledger,
-            keys.tenant,
+            f"{self._key}{scope}:{session}:{tenant}",
+            f"{self._tenants}{begun}:{tenant}",
             self._unlimited if allowed else limits,
             identity,
             call,
@@ -486,17 +415,6 @@ class SessionLimiter:
         given = limits.depth, limits.agents, limits.concurrent, limits.spawns
         depth, agents, concurrent, spawns = [_raise(limit, more) for limit, more in zip(given, granted, strict=True)]
         return AgentLimits(depth, agents, concurrent, spawns, limits.idle_ms)
-
-    def make_tree_step(self, keys: SessionKeys, agent: bytes, parent: bytes, limits: AgentLimits) -> TreeStep:
-        """The part of the question about agents, by their digests."""
-        return TreeStep(keys.tree, limits, agent, parent)
-
-    def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
-        """JSON that an access log entry has to repeat, so that the call it is about is known.
-
-        `name` is that of the ledger that counted the request; `reserve` is in nano-dollars.
-        """
-        return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_model(model)},"reserve":{reserve}}}'
 
     def judge(  # noqa: PLR0913  # all that the refusal tells
         self,
@@ -717,14 +635,6 @@ def _compile_unnamed(limits: UnnamedLimits, session: Session) -> Limits:
         cost=_NONE if cost is None else round(cost * NANO_DOLLARS),
         ends=True,
     )
-
-
-def _write_model(model: str) -> str:
-    known = _MODELS.get(model)
-    if known is None:
-        known = json.encode(model).decode()
-        _MODELS.put(model, known)
-    return known
 
 
 def _or_none(limit: int | None) -> int:

@@ -7,15 +7,19 @@ name, because the package takes 100 us for a look-up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from math import lcm
 from typing import Any, Final, NamedTuple
 
+from msgspec import MsgspecError, defstruct, json
+
 from extproc.apis import list_models
+from extproc.apis.usage import find_model
 from extproc.bounded import Memo
+from extproc.store.rules.session import NANO_DOLLARS
 
 BYTES_PER_TOKEN: Final = 4
 """An estimate, and shown as one everywhere: most of a request's body is English text in JSON."""
@@ -37,6 +41,8 @@ _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
 """Providers whose names to look up in the package, and what such names contain. The package does not guess the last two."""
 
 _WELL_KNOWN: Final = "gpt-4o"
+_SHORT: Final = 1_000
+_decode_body: Final[Callable[[bytes | memoryview], Any]] = json.Decoder(defstruct("Body", [("model", str, "")])).decode
 
 
 class Usage(NamedTuple):
@@ -76,8 +82,6 @@ DEAREST: Final = TokenPrice(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("1
 class _Rate:
     """A price in integers: nano-dollars for `per` tokens, in prompts of more than `above` tokens; never changed."""
 
-    __slots__ = ("above", "cache_read", "cache_write", "input", "output", "per")
-
     def __init__(self, above: int, price: list[int], per: int) -> None:
         self.above = above
         self.input, self.output, self.cache_read, self.cache_write = price
@@ -114,21 +118,11 @@ class Rates:
 
     def find_known_cost(self, model: str, usage: Usage) -> int | None:
         """The cost of a call in nano-dollars; None if there is no price for this model in particular."""
-        return self.find_cost(model, usage) if self._find_teller(model) != _VAGUE else None
-
-    def estimate(self, model: str, input_bytes: int, output: int) -> int:
-        """The cost of a call of which only the length of its body and the tokens of its answer are known."""
-        prompt = estimate_tokens(input_bytes)
-        rate = self._choose(model, prompt)
-        return _divide(prompt * rate.input + output * rate.output, rate.per)
+        return self.find_cost(model, usage) if self._look_up(model)[0] != _VAGUE else None
 
     def choose_name(self, answered: str, asked: str) -> str:
         """Choose the name, in response or request, with the better source of a price; the response's if both are equal."""
-        return asked if asked and self._find_teller(answered) < self._find_teller(asked) else answered or asked
-
-    def _find_teller(self, model: str) -> int:
-        """The source of its price."""
-        return self._look_up(model)[0]
+        return asked if asked and self._look_up(answered)[0] < self._look_up(asked)[0] else answered or asked
 
     def _choose(self, model: str, prompt: int) -> _Rate:
         """The rate for a prompt of this many tokens."""
@@ -159,9 +153,34 @@ class Rates:
         return _VAGUE, self._unknown
 
 
+class Prices:
+    """Rates for input tokens, of whole loops."""
+
+    def __init__(self, per_million: float | None) -> None:
+        """Use this rate for every model, in US dollars. None uses the package genai-prices."""
+        self._per_million = per_million
+        self._rates = Rates({}, None)
+
+    def estimate(self, model: str, tokens: int) -> float | None:
+        """The cost of this many input tokens in US dollars, by the rate of short prompts; None if no rate is known."""
+        if self._per_million is not None:
+            return self._per_million * tokens / 1_000_000
+        known = self._rates.find_known_cost(model, Usage(_SHORT, 0))
+        return None if known is None else known * tokens / (_SHORT * NANO_DOLLARS)
+
+
 def _divide(total: int, per: int) -> int:
     """A quotient, rounded half up."""
     return (2 * total + per) // (2 * per)
+
+
+def read_model(path: str, content: bytes | memoryview | None) -> str:
+    """The model in a request; empty if it names none."""
+    try:
+        named: str = _decode_body(content).model if content else ""
+    except (MsgspecError, ValueError, RecursionError):
+        named = ""
+    return find_model(path, named)
 
 
 def estimate_tokens(size: int) -> int:

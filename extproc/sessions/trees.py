@@ -8,14 +8,12 @@ replica knows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 from extproc.bounded import Memo
 from extproc.request.clients import AGENTS
-from extproc.request.fingerprint import sum_up
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import HEADER
-from extproc.sessions.names import LONGEST_KNOWN, hash_session
 from extproc.sessions.session_limits import Session
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.tree import ROOT
@@ -25,8 +23,8 @@ _DAY_MS: Final = 86_400_000
 _MAX_MS: Final = 2**32 - 1
 
 
-class WireAgent:
-    """The agent that sends a request, as its head tells; never changed.
+class WireAgent(NamedTuple):
+    """The agent that sends a request, as its head tells.
 
     Attributes:
         key: limit key by which agents are named.
@@ -35,45 +33,37 @@ class WireAgent:
         hangs: the session's name is that of its parent, which may be an agent.
     """
 
-    __slots__ = ("hangs", "key", "name", "parent")
-
-    def __init__(self, key: str, name: str, parent: str, *, hangs: bool) -> None:
-        self.key = key
-        self.name = name
-        self.parent = parent
-        self.hangs = hangs
+    key: str
+    name: str
+    parent: str
+    hangs: bool
 
 
-NO_AGENT: Final = WireAgent("", "", "", hangs=False)
+NO_AGENT: Final = WireAgent("", "", "", False)
 """Of a request in which nothing names an agent."""
 
 
-class _Key:
-    """A limit key that may name an agent.
-
-    Attributes:
-        descriptor: that reads it.
-        header: the header that it is; empty if it is none.
-    """
-
-    __slots__ = ("descriptor", "header")
-
-    def __init__(self, descriptor: Descriptor) -> None:
-        self.descriptor = descriptor
-        plain = descriptor.read is HttpRequest.read_header and descriptor.argument != "host"
-        self.header = descriptor.argument if plain else ""
+_Key: TypeAlias = tuple[Descriptor, str]
+"""A limit key that may name an agent, and the header that it is; empty if it is none."""
 
 
-class _Form:
+class _Form(NamedTuple):
     """How agents are named below sessions that one limit key names."""
 
-    __slots__ = ("agent", "hangs", "key", "parent")
+    key: str
+    agent: list[_Key]
+    parent: list[_Key]
+    hangs: bool
 
-    def __init__(self, agent: Sequence[str], parent: Sequence[str], *, hangs: bool) -> None:
-        self.agent = [_Key(key) for key in compile_descriptors(list(agent))]
-        self.parent = [_Key(key) for key in compile_descriptors(list(parent))]
-        self.key = agent[0]
-        self.hangs = hangs
+
+def _compile(agent: Sequence[str], parent: Sequence[str], *, hangs: bool) -> _Form:
+    return _Form(agent[0], _list_keys(agent), _list_keys(parent), hangs)
+
+
+def _list_keys(keys: Sequence[str]) -> list[_Key]:
+    plain = HttpRequest.read_header
+    found = compile_descriptors(list(keys))
+    return [(each, each.argument if each.read is plain and each.argument != "host" else "") for each in found]
 
 
 class AgentNames:
@@ -83,18 +73,16 @@ class AgentNames:
         same: limit keys with values that name the same sessions as those of another one.
     """
 
-    __slots__ = ("_forms", "same")
-
     def __init__(self, session: Session) -> None:
         """Compile a policy's keys, or those of known clients."""
         keys = session.list_budget_keys()
         if session.agent_keys is not None:
             own, parents = session.agent_keys, session.parent_keys or []
-            self._forms = {key: _Form(own, parents, hangs=key in parents) for key in keys}
+            self._forms = {key: _compile(own, parents, hangs=key in parents) for key in keys}
         else:
             known = {f"{HEADER}:{form.root}": form for form in AGENTS}
             self._forms = {
-                key: _Form([f"{HEADER}:{form.agent}"], [f"{HEADER}:{form.parent}"], hangs=form.parent == form.root)
+                key: _compile([f"{HEADER}:{form.agent}"], [f"{HEADER}:{form.parent}"], hangs=form.parent == form.root)
                 for key, form in known.items()
                 if key in keys
             }
@@ -102,7 +90,7 @@ class AgentNames:
 
     def list_keys(self) -> list[Descriptor]:
         """The descriptors that may name an agent."""
-        return [key.descriptor for form in self._forms.values() for key in (*form.agent, *form.parent)]
+        return [key for form in self._forms.values() for key, _ in (*form.agent, *form.parent)]
 
     def read(self, request: HttpRequest, key: str, session: str) -> WireAgent:
         """The agent that sends a request, given the limit key that names its session, and the value of that."""
@@ -113,17 +101,17 @@ class AgentNames:
         if not name or name == session:
             return NO_AGENT
         if form.hangs:
-            return WireAgent(form.key, name, session, hangs=True)
+            return WireAgent(form.key, name, session, True)
         parent = _read_first(form.parent, request)
-        return WireAgent(form.key, name, "" if parent == session else parent, hangs=False)
+        return WireAgent(form.key, name, "" if parent == session else parent, False)
 
 
 def _read_first(keys: Sequence[_Key], request: HttpRequest) -> str:
-    for key in keys:
-        if key.header:  # nearly always; most requests do not have it
-            value = request.read_header(key.header) if key.header in request.headers else ""
+    for key, header in keys:
+        if header:  # nearly always; most requests do not have it
+            value = request.read_header(header) if header in request.headers else ""
         else:
-            value = key.descriptor.read(request, key.descriptor.argument)
+            value = key.read(request, key.argument)
         if value:
             return value
     return ""
@@ -134,8 +122,6 @@ class Roots:
 
     All names are hashes of sessions' names, 16 hex digits.
     """
-
-    __slots__ = ("_known", "_start", "_ttl_ms")
 
     def __init__(self, policy: str, idle_seconds: int, *, namespace: str) -> None:
         """Every key in the store starts with the namespace. Roots are kept for a day, or longer if sessions are."""
@@ -160,36 +146,3 @@ class Roots:
 def digest_agent(name: str) -> bytes:
     """The digest of an agent, given the hash of its name; `ROOT` for an empty one."""
     return bytes.fromhex(name) if name else ROOT
-
-
-class AgentId:
-    """What distinguishes an agent from others of its caller; never changed.
-
-    Attributes:
-        name: hash of its name, 16 hex digits.
-        digest: the same, 8 bytes.
-        checksum: of that.
-    """
-
-    __slots__ = ("checksum", "digest", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.digest = digest_agent(name)
-        self.checksum = sum_up(name) if name else 0
-
-
-ROOT_ID: Final = AgentId("")
-"""Of a session itself."""
-
-_IDS: Final[Memo[tuple[str, str], AgentId]] = Memo(2_048)
-
-
-def identify_agent(key: str, value: str) -> AgentId:
-    """Identify an agent by the limit key that names it, and its value."""
-    known = _IDS.get((key, value))
-    if known is None:
-        known = AgentId(hash_session(key, value))
-        if len(value) <= LONGEST_KNOWN:
-            _IDS.put((key, value), known)
-    return known

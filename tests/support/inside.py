@@ -80,7 +80,7 @@ IMPORTED = {
         document encodings fingerprint hash_key http limit_keys notes patch quoting secrets
     """,
     "sessions": """
-        changing history names prices rates session_limits
+        changing history names rates session_limits
     """,
     "store": """
         backend care client credentials key_sharing known_refusals link memory pending pushes redis remote replicas resp

@@ -42,7 +42,7 @@ from extproc.operator.overrides import OverrideService
 from extproc.operator.session_rows import SessionDocument
 from extproc.operator.session_table import SessionTable
 from extproc.server import find_seen
-from extproc.sessions.prices import Prices
+from extproc.sessions.rates import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import ORDERS, make_replica_name

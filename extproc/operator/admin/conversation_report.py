@@ -17,8 +17,7 @@ from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentRow
 from extproc.operator.overrides import describe_override
 from extproc.operator.sketch import Sketch
 from extproc.operator.standing_orders import OrderIndex, ShownRow
-from extproc.sessions.prices import Prices
-from extproc.sessions.rates import estimate_tokens
+from extproc.sessions.rates import Prices, estimate_tokens
 
 LOOPING_SECONDS = 60
 """A loop is active if it was acted on within this many seconds."""

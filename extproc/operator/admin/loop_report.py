@@ -32,8 +32,7 @@ from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.operator.standing_orders import OrderIndex
 from extproc.sessions.limits import UNNAMED
-from extproc.sessions.prices import Prices
-from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
+from extproc.sessions.rates import BYTES_PER_TOKEN, Prices, estimate_tokens
 
 ENDED_SECONDS = 300
 """A conversation has ended if its loop was not acted on for this long."""

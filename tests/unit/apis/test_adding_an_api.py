@@ -17,7 +17,7 @@ from extproc.ext_proc.changes.narrow import narrow
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.secrets import ANYWHERE
-from extproc.sessions.prices import read_model
+from extproc.sessions.rates import read_model
 from tests.support import ROOT
 from tests.support.documents import policy
 from tests.support.engine import ANY

@@ -15,8 +15,7 @@ from extproc.apis.api import Question
 from extproc.apis.bedrock import complete
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.request.http import HttpRequest
-from extproc.sessions.prices import read_model
-from extproc.sessions.rates import Rates, TokenPrice, Usage
+from extproc.sessions.rates import Rates, TokenPrice, Usage, read_model
 from tests.support.engine import ANY
 from tests.support.harness import Upstream
 from tests.support.messages import body, headers

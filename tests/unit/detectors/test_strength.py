@@ -13,7 +13,7 @@ from extproc.operator.admin.loop_report import describe_loops
 from extproc.operator.loop_rows import LoopDocument
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
-from extproc.sessions.prices import Prices
+from extproc.sessions.rates import Prices
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.looping import encoded

@@ -18,8 +18,7 @@ from extproc.operator.canary.states import read_state
 from extproc.operator.canary.verdict import Rules
 from extproc.operator.loop_rows import LoopDocument
 from extproc.operator.session_table import SessionTable
-from extproc.sessions.prices import Prices
-from extproc.sessions.rates import Usage
+from extproc.sessions.rates import Prices, Usage
 from extproc.store.rules.session import Standing
 from tests.support.documents import policy
 from tests.support.engine import ANY

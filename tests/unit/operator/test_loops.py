@@ -26,7 +26,7 @@ from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.loop_report import describe_loops
 from extproc.operator.board import unpack_all
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
-from extproc.sessions.prices import Prices, read_model
+from extproc.sessions.rates import Prices, read_model
 from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.support.documents import policy
 from tests.support.harness import PATIENCE

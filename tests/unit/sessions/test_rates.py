@@ -12,7 +12,7 @@ from genai_prices import calc_price
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.sessions.rates import DEAREST, Rates, TokenPrice, Usage, look_up
+from extproc.sessions.rates import DEAREST, Rates, TokenPrice, Usage, estimate_tokens, look_up
 
 _MILLION = Usage(1_000_000, 0, 0, 0)
 
@@ -89,7 +89,9 @@ def test_names_of_models_at_bedrock_and_openrouter_are_known(model: str) -> None
 
 
 def test_what_is_not_known_is_estimated_at_four_bytes_a_token() -> None:
-    assert Rates({"m": price("1 2")}, None).estimate("m", 403, 10) == 100 * 1_000 + 10 * 2_000
+    usage = Usage(estimate_tokens(403), 10)
+
+    assert Rates({"m": price("1 2")}, None).find_cost("m", usage) == 100 * 1_000 + 10 * 2_000
 
 
 def test_names_that_clients_make_up_are_not_kept_without_end() -> None:
