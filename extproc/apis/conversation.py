@@ -3,11 +3,12 @@
 One pass over a body splits it into messages without decoding their contents. A message is decoded only when it is read, and
 most messages of a long history never are. Each API's file describes the shape of its conversations.
 
-A client sends its history again with each request, longer by a turn. So conversations are cached. The key is everything before
-the assistant's first message; the bytes after it are compared piece by piece, up to the first difference, and only the rest is
-decoded. Behind the difference, messages with the same index are compared one by one. The bytes behind the newest message, which
-often are a long list of tools, are compared with those of the body before. What is cached depends only on bytes that are equal,
-so it does not matter which client sent them.
+What a message says is worked out once, see `MessageFacts`. A client sends its history again with each request, longer by a
+turn, so the newest body of each conversation is cached, with the facts of its messages. The key is everything before the
+assistant's first message; the messages behind it are compared byte by byte, up to the first difference, and only the rest is
+decoded. Messages behind a difference are looked up by their bytes, wherever they stood. The bytes behind the newest message,
+which often are a long list of tools, are compared with those of the body before. What is cached depends only on bytes that are
+equal, so it does not matter which client sent them, and every reader takes the units that the same bytes took at first.
 
 To edit a body, `locate` finds the same parts by their offsets.
 """
@@ -18,9 +19,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import count
+from hashlib import sha256
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from msgspec import MsgspecError, Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
@@ -80,20 +81,15 @@ _LONGEST_OPTIONS: Final = 4_096
 ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
-_MOST_BYTES: Final = 32 * 2**20
-"""Size of each of two generations of the cache of conversations, in bytes."""
+_MOST_BYTES: Final = 24 * 2**20
+_MOST_FACTS: Final = 8 * 2**20
+"""Sizes of each of two generations of the caches of conversations and of single messages, in bytes."""
 
 _MESSAGE_BYTES: Final = 1_200
-"""Average memory of a cached message besides its bytes. The assistant's, half of them, take nearly all of it, for two calls and
-what came back."""
+"""Average memory of a message's facts. The assistant's take nearly all of it, for two calls and what came back."""
 
-_PIECE: Final = 2_048
-_FINE: Final = 4
-"""Minimum size of a piece, in bytes, except of the newest messages, which are pieces of any size: clients change them."""
-
-_SOUGHT: Final = 128
-_TRIES: Final = 8
-"""Length of the start of a piece to search for, in bytes, and number of times that it may be found where the rest differs."""
+_LONGEST_KEY: Final = 512
+"""Longer messages, in bytes, are looked up by a hash with a key, so that nobody can make two with the same."""
 
 _OPENS: Final = b"{"
 _decode_raws: Final = json.Decoder(list[Raw]).decode
@@ -101,6 +97,9 @@ _END: Final = re.compile(rb"[ \t\r\n]*\]")
 
 _NEW: Final = f"new messages {os.urandom(16).hex()}"
 """A key for the messages to decode, which is secret so that no body contains it."""
+
+_KEY: Final = os.urandom(64)
+"""Of the hashes by which messages are looked up."""
 
 
 class Before(NamedTuple):
@@ -165,24 +164,6 @@ class Shape:
         fallback: other APIs use the key for something else, so those are tried first.
     """
 
-    __slots__ = (
-        "body",
-        "decode",
-        "fallback",
-        "find_raw",
-        "joins",
-        "locate",
-        "look_back",
-        "mark",
-        "marks_prefill",
-        "message",
-        "name_speaker",
-        "path",
-        "read",
-        "refers",
-        "take",
-    )
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         path: tuple[str, ...],
@@ -216,10 +197,58 @@ class Shape:
         self.marks_prefill = marks_prefill
         self.mark = mark
         self.fallback = fallback
+        self._name = ".".join(path).encode() + b":"
+        self._start = sha256(_KEY + self._name).copy  # takes half the time of BLAKE2
+
+    def make_facts(self, value: Any) -> MessageFacts:  # noqa: ANN401  # a struct of this shape
+        """The facts of a message, of which only those are known that tell turns apart."""
+        speaker = self.name_speaker(value)
+        if speaker != ASSISTANT:
+            return MessageFacts(speaker)
+        joins, refers = self.joins, self.refers
+        return MessageFacts(speaker, joins is not None and joins(value), refers is not None and refers(value))
+
+    def find_facts(self, raw: Raw) -> MessageFacts:
+        """The facts of a message by its bytes, which may be cached.
+
+        Raises:
+            ValueError: it is no object, or has other types than expected.
+        """
+        if len(raw) <= _LONGEST_KEY:
+            key = self._name + bytes(raw)
+        else:
+            hashed = self._start()
+            hashed.update(raw)
+            key = hashed.digest()
+        found = _FACTS.get(key)
+        if found is None:
+            found = self.make_facts(self.decode(raw))
+            _FACTS.put(key, found)
+        return found
 
 
-_Piece: TypeAlias = tuple[int, bytes, int]
-"""The offset of a piece's end, its bytes, and the number of messages up to its end."""
+class MessageFacts:
+    """What is known of one message, worked out on demand and never changed.
+
+    Nothing depends on more than its bytes and its API, but for records that say what else they are of: the arguments that
+    a policy ignores, and the messages beside it.
+
+    Attributes:
+        speaker: who says it; empty for a thought.
+        joins: see `Shape`.
+        refers: see `Shape`.
+        spoken: what `chain.py` reads in it; None if unknown.
+        action: what `turn.py` reads in it; None if unknown.
+        result: what `turn.py` reads in the messages behind it; None if unknown.
+    """
+
+    def __init__(self, speaker: str, joins: bool = False, refers: bool = False) -> None:  # noqa: FBT001, FBT002  # a record
+        self.speaker = speaker
+        self.joins = joins
+        self.refers = refers
+        self.spoken: object = None
+        self.action: object = None
+        self.result: object = None
 
 
 class Beside:
@@ -232,8 +261,6 @@ class Beside:
         hints: a tool may say whether it only reads.
         declares: some tools, and whether one of them may be declared; None if that is unknown.
     """
-
-    __slots__ = ("behind", "body", "declares", "hints", "size")
 
     def __init__(self, body: Any, behind: bytes) -> None:  # noqa: ANN401  # made at run time
         """Take a struct, which then keeps no more of the request's bytes than it needs, and the bytes behind the messages."""
@@ -249,163 +276,114 @@ class Beside:
                 self.size += len(value)
 
 
-_SERIALS: Final = count()
-
-
-class KnownMessages:
-    """What is cached of a conversation. Lists, except `pieces`, have an entry for each message.
+class KnownBody:
+    """The newest body of a conversation. The lists have an entry for each message, and are never changed.
 
     Attributes:
         head: everything before the assistant's first message.
-        starts: offset of its first byte in the body.
-        ends: offset of the byte after it.
-        speakers: its speaker.
-        shown: what `chain.py` reads in it; None if unknown.
-        actions: what `turn.py` reads in it; None if unknown.
-        results: what `turn.py` reads in the messages behind it; None if unknown.
-        serials: a number that only it and equal messages of later bodies, with the same index, have.
+        starts: offset of a message's first byte in the body.
+        ends: offset of the byte behind it.
+        pieces: its bytes, and those between it and the message before; without those in the head.
+        facts: its facts.
         said: the hash of the user's first words, if the head has them; empty if unknown.
-        pieces: the bytes from the assistant's first message to the end of the newest message.
-        transcript: what `chain.py` reads in all of them; None if unknown.
-        beside: what the body has beside them; None only while they are read.
+        transcript: what `chain.py` reads in the first messages, or all; None if unknown.
+        beside: what the body has beside them.
     """
 
-    __slots__ = (
-        "actions", "beside", "ends", "head", "pieces", "results", "said", "serials", "shown", "speakers", "starts",
-        "transcript",
-    )  # fmt: skip
-
-    def __init__(self, earlier: KnownMessages | None, count: int) -> None:
-        """Copy this many messages of an earlier body with the same head."""
+    def __init__(self, head: bytes, earlier: KnownBody | None, count: int) -> None:
+        """Take this many messages of an earlier body with the same head."""
+        self.head = head
         self.beside: Beside | None = None
-        self.head = b""
-        self.said: bytes = earlier.said if earlier is not None else b""
-        self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
-        self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
-        self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
-        self.shown: list[Any] = earlier.shown[:count] if earlier is not None else []
-        self.actions: list[Any] = earlier.actions[:count] if earlier is not None else []
-        self.results: list[Any] = earlier.results[:count] if earlier is not None else []
-        self.serials: list[int] = earlier.serials[:count] if earlier is not None else []
-        self.pieces: list[_Piece] = []
-        self.transcript: Any = None
+        self.transcript: object = None
+        self.said = b""
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.pieces: list[bytes] = []
+        self.facts: list[MessageFacts] = []
+        if earlier is not None:
+            self.head = earlier.head
+            self.said = earlier.said
+            self.starts = earlier.starts[:count]
+            self.ends = earlier.ends[:count]
+            self.pieces = earlier.pieces[:count]
+            self.facts = earlier.facts[:count]
 
-    def add(self, raws: list[Raw], shape: Shape, earlier: KnownMessages | None, first: int) -> list[Any]:
-        """Add new messages. Those that are equal to an earlier body's, with the same index, show what they showed there.
+    def count_equal(self, data: bytes) -> int:
+        """The number of messages with which another body with this head begins."""
+        first = len(self.head)
+        for place, end in enumerate(self.ends):
+            piece = self.pieces[place]
+            if end > first and not data.startswith(piece, end - len(piece)):
+                return place
+        return len(self.ends)
+
+    def add(self, data: bytes, at: int, raws: list[Raw], shape: Shape, earlier: KnownBody | None) -> list[Any]:
+        """Add messages of the body.
 
         Args:
+            data: the body.
+            at: offset behind the messages before them, so that only spaces and commas are between there and the first.
             raws: the messages.
             shape: their shape.
-            earlier: what is cached of the earlier body; None if nothing is.
-            first: the offset of the first piece, before which both bodies are equal.
+            earlier: an earlier body with other messages at this place; None if these are looked up nowhere.
 
         Returns:
-            the messages as structs of the shape; None for those that are equal.
+            the messages as structs of the shape; None for those whose facts were looked up.
 
         Raises:
             ValueError: a message is no object, or has other types than expected.
         """
-        values: list[Any] = []
-        pieces, at, start = earlier.pieces if earlier is not None else [], 0, first
-        for number, raw in enumerate(raws, len(self.speakers)):
-            equal = False
-            while at < len(pieces) and pieces[at][2] <= number:
-                start = pieces[at][0]
-                at += 1
-            if earlier is not None and at < len(pieces):
-                begins = earlier.starts[number] - start
-                behind = raw if begins >= 0 else bytes(raw)[-begins:]
-                equal = len(raw) == earlier.ends[number] - earlier.starts[number]
-                equal = equal and pieces[at][1].startswith(behind, max(begins, 0))
-            value = None if equal else shape.decode(raw)
+        first, values = len(self.head), list[Any]()
+        for raw in raws:
+            value, place = None, len(self.facts)
+            if earlier is None:
+                value = shape.decode(raw)
+                facts = shape.make_facts(value)
+            elif earlier.has(place, raw):
+                facts = earlier.facts[place]
+            else:
+                facts = shape.find_facts(raw)
+            start = data.find(_OPENS, at)
+            end = start + len(raw)
+            self.starts.append(start)
+            self.ends.append(end)
+            self.pieces.append(data[max(at, first) : end] if end > first else b"")
+            self.facts.append(facts)
             values.append(value)
-            same = earlier if equal else None
-            self.speakers.append(shape.name_speaker(value) if same is None else same.speakers[number])
-            self.shown.append(None if same is None else same.shown[number])
-            self.actions.append(None if same is None else same.actions[number])
-            self.results.append(None if same is None else same.results[number])
-            self.serials.append(next(_SERIALS) if same is None else same.serials[number])
+            at = end
         return values
 
-    def copy(self, earlier: KnownMessages, start: int, end: int, moved: int) -> None:
-        """Add messages of an earlier body, which stand here this many bytes further back."""
-        self.starts += [at + moved for at in earlier.starts[start:end]]
-        self.ends += [at + moved for at in earlier.ends[start:end]]
-        self.speakers += earlier.speakers[start:end]
-        self.shown += earlier.shown[start:end]
-        self.actions += earlier.actions[start:end]
-        self.results += earlier.results[start:end]
-        self.serials += earlier.serials[start:end]
+    def has(self, place: int, raw: Raw) -> bool:
+        """Whether the message at a place has these bytes; a fast check, which may miss the assistant's first one."""
+        return place < len(self.ends) and self.ends[place] - self.starts[place] == len(raw) and self.pieces[place].endswith(raw)
 
-    def keeps_spoken(self, earlier: KnownMessages, count: int) -> bool:
+    def keeps_spoken(self, earlier: KnownBody, count: int) -> bool:
         """Whether all messages of an earlier body are here, and at most results and later words of users have changed.
 
         `count`: number of messages that are known to be the same, from the first one on.
         """
-        last, speakers = len(earlier.serials), self.speakers
-        if len(speakers) < last:
+        if len(self.facts) < len(earlier.facts):
             return False
-        for number in range(count, last):
-            if self.serials[number] != earlier.serials[number]:
-                speaker = speakers[number]
-                first = speaker == USER and USER not in speakers[:number]
-                if first or speaker == ASSISTANT or speaker != earlier.speakers[number]:
+        for place in range(count, len(earlier.facts)):
+            facts, speaker = self.facts[place], self.facts[place].speaker
+            if facts is not earlier.facts[place]:
+                first = speaker == USER and USER not in [before.speaker for before in self.facts[:place]]
+                if first or speaker == ASSISTANT or speaker != earlier.facts[place].speaker:
                     return False
         return True
 
-    def place(self, data: bytes, at: int, raws: list[Raw]) -> int:
-        """Find where messages are.
 
-        Args:
-            data: the body.
-            at: offset behind the messages before them.
-            raws: the messages: objects, decoded from that offset on, so that only spaces and commas are between them.
-
-        Returns:
-            the offset behind them.
-        """
-        for raw in raws:
-            start = data.find(_OPENS, at)
-            at = start + len(raw)
-            self.starts.append(start)
-            self.ends.append(at)
-        return at
-
-    def cut(self, data: bytes, first: int, pieces: list[_Piece]) -> bool:
-        """Cut the messages' bytes into pieces. Small ones that are no longer the newest are merged.
-
-        Args:
-            data: the body.
-            first: offset of the first piece.
-            pieces: the pieces of cached messages that are at the same offsets.
-
-        Returns:
-            whether there are messages, and the body's list ends behind them.
-        """
-        if not self.ends or _END.match(data, self.ends[-1]) is None:
-            return False
-        at, count, fine = first, 0, len(self.ends) - _FINE
-        for piece in pieces:
-            if piece[0] - at < _PIECE:
-                break
-            self.pieces.append(piece)
-            at, count = piece[0], piece[2]
-        for number in range(count, len(self.ends)):
-            end = self.ends[number]
-            if end > at and (end - at >= _PIECE or number >= fine):
-                self.pieces.append((end, data[at:end], number + 1))
-                at = end
-        return True
-
-
-def _measure(_: int, known: KnownMessages) -> int:
+def _measure(_: int, known: KnownBody) -> int:
     beside = known.beside.size if known.beside is not None else 0
-    return len(known.head) + (known.pieces[-1][0] if known.pieces else 0) + beside + _MESSAGE_BYTES * len(known.ends)
+    return len(known.head) + known.ends[-1] + beside + _MESSAGE_BYTES * len(known.ends)
 
 
-_KNOWN: Final[Memo[int, KnownMessages]] = Memo(_MOST_BYTES, _measure)
+_BODIES: Final[Memo[int, KnownBody]] = Memo(_MOST_BYTES, _measure)
 """The cache of conversations, by length and CRC32 of everything before the assistant's first message. A client that can forge
 the CRC32 of another one's can also send the same, which replaces what is cached as well."""
+
+_FACTS: Final[Memo[bytes, MessageFacts]] = Memo(_MOST_FACTS // _MESSAGE_BYTES)
+"""The cache of messages, by API and bytes. Only clients that change their history get here: their heads, or older messages."""
 
 
 class Message:
@@ -416,11 +394,8 @@ class Message:
         speaker: who says it.
         place: index among the messages.
         joined: calls before it that were made at once with it, newest first.
-        known: the cached conversation; None if there is none.
         units: units that it took to read its parts, see `Inspection`; 0 if they were not read.
     """
-
-    __slots__ = ("_conversation", "_parts", "joined", "known", "place", "shape", "speaker", "units")
 
     def __init__(
         self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
@@ -432,7 +407,6 @@ class Message:
         self.joined: list[Message] | None = None
         self._conversation = conversation
         self._parts = parts
-        self.known: KnownMessages | None = conversation.known if conversation is not None else None
         self.units = 0
 
     @property
@@ -468,10 +442,11 @@ class Message:
             self.units = left - INSPECTION.left
         return parts
 
-    def is_reference(self) -> bool:
-        """Whether the server keeps what the assistant did, and the message only refers to it."""
-        refers = self.shape.refers
-        return refers is not None and False not in [refers(value) for value in self.list_values()]
+    def take_parts(self) -> list[Part]:
+        """Like `read_parts`, but takes the units even if they were read before."""
+        if self._parts is not None:
+            INSPECTION.take(self.units)
+        return self.read_parts()
 
     def list_values(self) -> list[Any]:
         """The message's value, and those of the calls that were made at once with it."""
@@ -501,17 +476,10 @@ class Conversation:
         body: a struct of the keys of all shapes.
         model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
-        known: the cache entry of these messages; None if they are not cached.
-        earlier: the cache entry of an earlier body in which the assistant's messages are the same as here, and this one has
-            more; None if there is none.
+        known: these messages as they are cached; None if they are not.
         transcript: the result of `read_transcript`, or its exception.
         prefilled: the newest message is known to be the start of the answer, so it is no turn.
     """
-
-    __slots__ = (
-        "_data", "_first_words", "_messages", "_read", "before", "body", "earlier", "known", "model", "prefilled",
-        "shape", "transcript",
-    )  # fmt: skip
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
         """Store messages as structs of the shape, as values if the whole body was decoded, or as None if they are cached."""
@@ -519,14 +487,14 @@ class Conversation:
         self._data = data
         self._first_words: str | None = None
         self._read: dict[int, tuple[list[Part], int]] = {}
-        self.known: KnownMessages | None = None
-        self.earlier: KnownMessages | None = None
-        self.transcript: Any = None
+        self.known: KnownBody | None = None
+        self.transcript: object = None
         self.prefilled = False
         self.shape = shape
         self.model = model
         self.before: Before = shape.look_back(body)
         self._messages = messages if isinstance(messages, list) else list(messages)
+        self._facts: list[MessageFacts | None] = []
 
     @property
     def elsewhere(self) -> bool:
@@ -552,14 +520,6 @@ class Conversation:
         """The raw value of a key of the body, ABSENT if missing; None for a key that is skipped."""
         found = getattr(self.body, key, None)
         return found if type(found) is Raw else None
-
-    def read_backwards(self) -> Iterator[Message]:
-        """The messages from the newest to the oldest, without thoughts.
-
-        Raises:
-            NotCounted: there are too many.
-        """
-        return self._read_each() if self.shape.joins is None else self._read_joined(self.shape.joins)
 
     def __len__(self) -> int:
         """The number of messages, including thoughts."""
@@ -592,7 +552,7 @@ class Conversation:
         INSPECTION.begin()
         try:
             for place in range(min(len(self._messages), _MAX_OLDEST)):
-                if self.name_speaker(place) == USER:
+                if self.find_facts(place).speaker == USER:
                     read = self.shape.read(self.open_message(place))
                     texts = [open_value(part.value) for part in read if part.kind == TEXT]
                     words = "".join([text for text in texts if isinstance(text, str)])
@@ -617,15 +577,22 @@ class Conversation:
             NotCounted: there are too many messages.
         """
         self.check_count()
-        if self.known is not None:
-            return self.known.speakers
-        return [self.name_speaker(place) for place in range(len(self._messages))]
+        return [self.find_facts(place).speaker for place in range(len(self._messages))]
 
-    def name_speaker(self, place: int) -> str:
-        """The speaker of the message at a place; empty for a thought."""
+    def find_facts(self, place: int) -> MessageFacts:
+        """The facts of the message at a place."""
         if self.known is not None:
-            return self.known.speakers[place]
-        return self.shape.name_speaker(self.open_message(place))
+            return self.known.facts[place]
+        if not self._facts:
+            self._facts = [None] * len(self._messages)
+        found = self._facts[place]
+        if found is None:
+            found = self._facts[place] = self.shape.make_facts(self.open_message(place))
+        return found
+
+    def list_facts(self, start: int, end: int) -> list[MessageFacts]:
+        """The facts of messages from one place to before another."""
+        return self.known.facts[start:end] if self.known is not None else [self.find_facts(at) for at in range(start, end)]
 
     def is_prefilled(self) -> bool:
         """Whether the newest message is the assistant's, so that the model has to continue it.
@@ -634,7 +601,7 @@ class Conversation:
             NotCounted: that message cannot be read.
         """
         for place in range(len(self._messages) - 1, -1, -1):
-            speaker = self.name_speaker(place)
+            speaker = self.find_facts(place).speaker
             if speaker:
                 return speaker == ASSISTANT
         return False
@@ -644,33 +611,53 @@ class Conversation:
         marks = self.shape.marks_prefill
         return marks is not None and marks(self.body, self.open_message(len(self._messages) - 1))
 
-    def _read_each(self) -> Iterator[Message]:
-        count = len(self._messages)
-        for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
-            speaker = self.name_speaker(place)
-            if speaker:
-                yield Message(self.shape, speaker, place, self)
-        self.check_count()
+    def read_backwards(self) -> Iterator[Message]:
+        """The messages from the newest to the oldest, without thoughts; calls that were made at once are one message.
 
-    def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
-        """Like `read_backwards`, with adjacent calls that were made at once as one message."""
+        Raises:
+            NotCounted: there are too many.
+        """
         calls: Message | None = None
-        for message in self._read_each():
-            joined = joins(message.value)
-            if joined and calls is not None:
-                calls.join(message)
+        for place in range(len(self) - 1, max(len(self) - 1 - MAX_STEPS, -1), -1):
+            facts = self.find_facts(place)
+            if not facts.speaker:
                 continue
+            message = Message(self.shape, facts.speaker, place, self)
             if calls is not None:
+                if facts.joins:
+                    calls.join(message)
+                    continue
                 yield calls
-            calls = message if joined else None
-            if not joined:
+            calls = message if facts.joins else None
+            if calls is None:
                 yield message
         if calls is not None:
             yield calls
+        self.check_count()
 
-    def has_read(self, place: int) -> bool:
-        """Whether the parts of the message at a place were read."""
-        return place in self._read
+    def find_group(self, place: int) -> int:
+        """The index of the first of the calls that were made at once with the one at a place; thoughts may be between them."""
+        start, older = place, place - 1 if self.find_facts(place).joins else -1
+        while older >= 0:
+            before = self.find_facts(older)
+            if before.joins:
+                start = older
+            elif before.speaker:
+                break
+            older -= 1
+        return start
+
+    def open_group(self, start: int, place: int) -> Message:
+        """The message at a place, with the calls from a place before it on that were made at once."""
+        message = Message(self.shape, self.find_facts(place).speaker, place, self)
+        for older in range(place - 1, start - 1, -1):
+            if self.find_facts(older).joins:
+                message.join(Message(self.shape, ASSISTANT, older, self))
+        return message
+
+    def read_once(self, place: int) -> list[Part]:
+        """Like `read_parts`, for a reader who keeps what it finds: the parts are not stored."""
+        return self.read_parts(place) if place in self._read else self.shape.read(self.open_message(place))
 
     def read_parts(self, place: int) -> list[Part]:
         """The parts of the message at a place. They are read only once, but take as many units each time.
@@ -691,10 +678,6 @@ class Conversation:
         """Check the number of messages; raises NotCounted if there are too many."""
         if len(self._messages) > MAX_STEPS:
             raise NotCounted("inspect_limit")
-
-    def show_raw(self, place: int) -> bytes:
-        """A message as it is written; empty if it is not cached."""
-        return self._data[self.known.starts[place] : self.known.ends[place]] if self.known is not None else b""
 
     def open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         """A message as a struct of the shape; empty if its values have unexpected types."""
@@ -873,45 +856,43 @@ class _KnownShape:
 
     def open_conversation(self, data: bytes, opens: re.Match[bytes]) -> Conversation | None:
         """The conversation in a body; None if the body has anything unexpected, or no message of the assistant's."""
-        shape, key, end, count = self._shape, opens.start(), opens.end(), 0
+        shape, end = self._shape, opens.end()
         first = data.find(shape.mark, end)
         if first < 0:
             return None
         head = data[:first]
-        name = crc32(head) | first << 32
-        known = _KNOWN.get(name)
-        if known is not None and known.head != head:
-            known = None
-        matched: list[_Piece] = []
-        for piece in known.pieces if known is not None else ():
-            if not data.startswith(piece[1], matched[-1][0] if matched else first):
-                break
-            matched.append(piece)
-            end, count = piece[0], piece[2]
-        beside = known.beside if known is not None else None
-        around = self._read_around(data, opens.end(), first, matched, known) if known is not None else None
-        if around is not None and beside is not None:
-            body: Any = beside.body
-            made, values = around
-        else:
-            try:
-                body, raws = self._decode_rest(data, key, end, count, beside)
-                made = KnownMessages(known, count)
-                values = [None] * count + made.add(raws, shape, known, first)
-            except (NotCounted, ValueError, RecursionError):
-                return None
-            made.place(data, end, raws)
-        if not made.cut(data, first, matched):
+        name, known = self._find_known(head)
+        count, beside = 0, None
+        if known is not None:
+            count, beside = known.count_equal(data), known.beside
+            end = known.ends[count - 1] if count else end
+        grows = known is not None and count == len(known.ends)
+        try:
+            body, raws = self._decode_rest(data, opens.start(), end, count, beside)
+            same = beside is not None and body is beside.body
+            if known is not None and grows and same and not raws:
+                made, values = known, [None] * count
+            else:
+                made = KnownBody(head, known, count)
+                values = [None] * count + made.add(data, end, raws, shape, None if grows else known)
+        except (NotCounted, ValueError, RecursionError):
             return None
-        made.beside = beside if beside is not None and beside.body is body else Beside(body, data[made.ends[-1] :])
-        if known is not None and known.beside is made.beside and count == len(known.ends) == len(made.ends):
-            made = known
-        made.head = head if known is None else known.head
-        _KNOWN.put(name, made)
+        if not made.ends or _END.match(data, made.ends[-1]) is None:
+            return None
+        if made is not known:
+            made.beside = beside if same else Beside(body, data[made.ends[-1] :])
+            if known is not None and made.keeps_spoken(known, count):
+                made.transcript = known.transcript
+            _BODIES.put(name, made)
         conversation = Conversation(shape, values, body, body.model or "", data)
         conversation.known = made
-        conversation.earlier = known if known is not None and made.keeps_spoken(known, count) else None
         return conversation
+
+    def _find_known(self, head: bytes) -> tuple[int, KnownBody | None]:
+        """The name of a head, and the newest body that begins with it."""
+        name = crc32(head) | len(head) << 32
+        known = _BODIES.get(name)
+        return name, known if known is not None and known.head == head else None
 
     def recall_first_words(self, data: bytes) -> bytes:
         """The hash of the user's first words in a body; empty if it is not cached."""
@@ -919,60 +900,8 @@ class _KnownShape:
         first = data.find(self._shape.mark, opens.end()) if opens is not None else -1
         if first < 0:
             return b""
-        head = data[:first]
-        known = _KNOWN.get(crc32(head) | first << 32)
-        return known.said if known is not None and known.head == head else b""
-
-    def _read_around(
-        self, data: bytes, opens: int, first: int, matched: list[_Piece], known: KnownMessages
-    ) -> tuple[KnownMessages, list[Any]] | None:
-        """Decode only messages that have changed, and those behind the cached ones, if cached pieces are between them.
-
-        Args:
-            data: the body.
-            opens: offset behind the bracket that opens the messages.
-            first: offset of the first cached piece.
-            matched: the cached pieces at the same offsets.
-            known: what is cached.
-
-        Returns:
-            all messages, and those that were decoded as structs; None if cached pieces are not there again, or if anything else
-            has changed.
-        """
-        pieces, beside, number = known.pieces, known.beside, len(matched)
-        if beside is None or number + 1 >= len(pieces) or len(pieces[number + 1][1]) < _PIECE:
-            return None
-        end, count = (matched[-1][0], matched[-1][2]) if matched else (opens, 0)
-        tail = len(data) - len(beside.behind)
-        again = _find_again(data, end, pieces[number + 1][1]) if tail > end and data.endswith(beside.behind) else -1
-        if again < 0:
-            return None
-        behind, begins, last = again, pieces[number][2], number + 1
-        while last < len(pieces) and data.startswith(pieces[last][1], behind):
-            behind += len(pieces[last][1])
-            last += 1
-        ends = pieces[last - 1][2]
-        if behind > tail:
-            return None
-        view = memoryview(data)
-        try:
-            changed = _decode_raws(b"".join([b"[{}" if count else b"[", view[end:again], b"]"]))
-            newer = _decode_raws(b"".join([b"[{}", view[behind:tail], b"]"]))
-            if count:
-                del changed[0]
-            del newer[0]
-            if len(changed) != begins - count:
-                return None
-            made = KnownMessages(known, count)
-            values = [None] * count + made.add(changed, self._shape, known, first)
-            made.place(data, end, changed)
-            made.copy(known, begins, ends, behind - known.ends[ends - 1])
-            values += [None] * (ends - begins)
-            values += made.add(newer, self._shape, known, first)
-            made.place(data, behind, newer)
-        except (NotCounted, ValueError, RecursionError):
-            return None
-        return made, values
+        known = self._find_known(data[:first])[1]
+        return known.said if known is not None else b""
 
     def _decode_rest(self, data: bytes, key: int, end: int, count: int, beside: Beside | None) -> tuple[Any, list[Raw]]:
         """Decode what is not cached.
@@ -1001,16 +930,6 @@ class _KnownShape:
             raise NotCounted(AMBIGUOUS)
         raws, body.new = body.new, None
         return body, raws[1:] if count else raws
-
-
-def _find_again(data: bytes, start: int, piece: bytes) -> int:
-    """The offset of a piece of another body in a body, from a place on; -1 if it is not there."""
-    begins = piece[:_SOUGHT]
-    at, tries = data.find(begins, start), _TRIES
-    while at >= 0 and not data.startswith(piece, at):
-        tries -= 1
-        at = data.find(begins, at + 1) if tries else -1
-    return at
 
 
 def find_known(document: Document | None, data: bytes) -> Conversation | None:

@@ -113,7 +113,7 @@ def _read_known(patch: Patch, conversation: Conversation) -> list[tuple[str, Any
     found: list[tuple[str, Any, Value]] = []
     last = len(conversation) - (2 if conversation.prefilled else 1)
     for place in range(last, max(last - _MAX_NEWEST, -1), -1):
-        speaker = conversation.name_speaker(place)
+        speaker = conversation.find_facts(place).speaker
         if speaker == ASSISTANT:
             break
         whole = patch.open_known(*locate_message(conversation, place))

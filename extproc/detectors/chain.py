@@ -7,7 +7,8 @@ result. Where an API writes calls that were made at once as adjacent messages, o
 
 Session limits count turns: consecutive messages of the assistant are one.
 
-What the messages of an earlier body showed is cached; see `conversation.py`. Messages of other bodies are cached one by one.
+What messages show is kept with their facts, and what the first messages of a conversation show with its newest body; see
+`conversation.py`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 from zlib import crc32
-
-from msgspec import json
 
 from extproc.apis import open_conversation
 from extproc.apis.contents import read_arguments
-from extproc.apis.conversation import ASSISTANT, USER, Conversation, Shape
+from extproc.apis.conversation import ASSISTANT, USER, Conversation
 from extproc.apis.messages import CALL, REFERENCE, RESULT, TEXT, Part
-from extproc.bounded import Memo
 from extproc.detectors.actions import cut_thinking
 from extproc.detectors.turn import digest
 from extproc.request.document import INSPECTION, Document, NotCounted, open_value, walk, write_canonical
@@ -42,16 +40,9 @@ _MOST_SHOWN: Final = 2_000
 _MOST_PARENTS: Final = 8
 """Maximum number of an answer's messages, each with a link of its own, that a client may add between two requests."""
 
-_MOST_KNOWN: Final = 8_192
-_LONGEST_KEY: Final = 512
-_MOST_CALLS: Final = 8
-_LONGEST_NAMES: Final = 256
-"""Bounds of the cache of messages: their number in each of two generations; the longest key, in bytes, beyond which a hash
-replaces it; and the calls of a message and the length of their names. A message takes 0.7 KB, all take 60 MB under attack."""
-
-_MOST_CALLS_KEPT: Final = 2
-_LONGEST_NAMES_KEPT: Final = 64
-"""Maximum number of calls, and length of their names, of a message whose content is cached with its conversation."""
+_MOST_CALLS_KEPT: Final = 8
+_LONGEST_NAMES_KEPT: Final = 256
+"""Maximum number of calls, and length of their names, of a message whose facts keep what it shows."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
 _NO_FIRST_WORDS: Final = bytes(_ID)
@@ -59,10 +50,9 @@ _NO_FIRST_WORDS: Final = bytes(_ID)
 
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _SUFFIX: Final = b"suffix"
-_encode: Final = json.Encoder().encode
 
 
-class CountedCall:
+class CallFacts:
     """One call, regardless of the rest of the history; never changed.
 
     Attributes:
@@ -72,8 +62,6 @@ class CountedCall:
         first: its record if no equal call precedes it.
         pair: digest of tool and arguments, as a number.
     """
-
-    __slots__ = ("first", "named", "pair", "tool", "tool_digest")
 
     def __init__(self, part: Part, spelled: bytes) -> None:
         """Compute the digests; `spelled` is the result of `spell`."""
@@ -89,7 +77,7 @@ class CountedCall:
         return name + self.tool_digest + self.pair.to_bytes(PAIR_DIGEST)
 
 
-class ShownMessage:
+class Spoken:
     """What an assistant message shows, or several consecutive ones; never changed.
 
     Attributes:
@@ -98,19 +86,16 @@ class ShownMessage:
         calls: its calls, in order.
         only_calls: it has calls, or a reference to one, and no text.
         units: units that it takes to read; see `Inspection`.
+        small: it may be kept.
     """
 
-    __slots__ = ("calls", "hash", "hashes", "only_calls", "units")
-
-    def __init__(self, hashes: list[bytes], calls: list[CountedCall], units: int = 0, *, only_calls: bool = False) -> None:
+    def __init__(self, hashes: list[bytes], calls: list[CallFacts], units: int = 0, *, only_calls: bool = False) -> None:
         self.hash = hashes[0] if len(hashes) == 1 else digest(b"".join(hashes), _ID)
         self.hashes = hashes
         self.calls = calls
         self.only_calls = only_calls
         self.units = units
-
-
-_KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
+        self.small = len(calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES_KEPT
 
 
 class ChainPlace:
@@ -126,9 +111,7 @@ class ChainPlace:
         depth: number of turns.
     """
 
-    __slots__ = ("before", "depth", "links", "near", "node", "own", "parents")
-
-    def __init__(self, first_words: bytes, turns: Sequence[ShownMessage], known: ChainPlace | None = None) -> None:
+    def __init__(self, first_words: bytes, turns: Sequence[Spoken], known: ChainPlace | None = None) -> None:
         """Compute the place from the hash of the user's first message, and from the assistant's turns.
 
         `known`: the place without the newest turn, if an earlier request stood there; None if unknown.
@@ -162,7 +145,7 @@ class ChainPlace:
         return bytes((kind,)) + self.node[9:]
 
 
-def _link_last_two(turns: Sequence[ShownMessage], end: int) -> bytes:
+def _link_last_two(turns: Sequence[Spoken], end: int) -> bytes:
     """The hash of the last two turns before an index; empty if there are fewer."""
     return digest(_SUFFIX + turns[end - 2].hash + turns[end - 1].hash, _ID) if end > 1 else b""
 
@@ -171,23 +154,23 @@ class Transcript:
     """What a conversation shows.
 
     Attributes:
+        count: number of messages in it.
         first: index of the user's first message; -1 if there is none.
         turns: the assistant's turns, oldest first; consecutive messages are one turn.
         goes_on: the newest message is the assistant's.
-        units: as in `ShownMessage`.
+        units: as in `Spoken`.
         before: the place without the newest turn; None if unknown.
         places: results of `find_place`, by whether the newest turn is a prefill and does not count.
     """
 
-    __slots__ = ("before", "first", "goes_on", "places", "turns", "units")
-
     def __init__(self, earlier: Transcript | None) -> None:
         """Start empty, or with the turns of an earlier transcript."""
+        self.count: int = 0 if earlier is None else earlier.count
         self.first: int = -1 if earlier is None else earlier.first
-        self.turns: list[ShownMessage] = [] if earlier is None else earlier.turns.copy()
-        self.goes_on = False
-        self.units = 0
+        self.turns: list[Spoken] = [] if earlier is None else earlier.turns.copy()
+        self.units: int = 0 if earlier is None else earlier.units
         self.before: ChainPlace | None = None if earlier is None else earlier.places.get(False)
+        self.goes_on = False
         self.places: dict[bool, ChainPlace | None] = {}
 
 
@@ -197,9 +180,9 @@ def read_transcript(conversation: Conversation) -> Transcript:
     Raises:
         NotCounted: a message cannot be read, or there are too many.
     """
-    found: Transcript | NotCounted | None = conversation.transcript
+    found = conversation.transcript
     INSPECTION.begin()
-    if found is None:
+    if not isinstance(found, (Transcript, NotCounted)):
         try:
             found = _read(conversation)
         except NotCounted as failure:
@@ -231,122 +214,91 @@ def digest_tool(name: str) -> bytes:
 
 
 def _read(conversation: Conversation) -> Transcript:
-    """Read a conversation. Turns of earlier requests may be cached, but take as many units."""
-    known, earlier = conversation.known, conversation.earlier
-    if known is not None and known.transcript is not None:
-        again: Transcript = known.transcript
-        INSPECTION.take(again.units)
-        return again
-    before: Transcript | None = earlier.transcript if earlier is not None else None
-    if before is not None and before.goes_on:
-        before = None
+    """Read a conversation. The first messages may be known from an earlier request, but take as many units."""
+    known, earlier = conversation.known, None
+    if known is not None and isinstance(known.transcript, Transcript):
+        earlier = known.transcript
+        if earlier.count == len(conversation):
+            INSPECTION.take(earlier.units)
+            return earlier
+    made = Transcript(earlier if earlier is not None and not earlier.goes_on else None)
     left = INSPECTION.left
-    if before is not None:
-        INSPECTION.take(before.units)
-    made = Transcript(before)
-    begins = len(earlier.ends) if earlier is not None and before is not None else 0
-    groups = _list_groups(conversation, begins, made)
-    made.turns += [_join(group) if group[1:] else group[0] for group in groups]
+    INSPECTION.take(made.units)
+    conversation.check_count()
+    groups = _list_groups(conversation, made)
+    made.turns += [_join_turn(conversation, group) for group in groups]
     if len(groups) != 1:
         made.before = None
-    made.units = left - INSPECTION.left
-    if known is not None:
-        spoken = zip(known.speakers[begins:], known.shown[begins:], strict=True)
-        if all(shown is not None for speaker, shown in spoken if speaker == ASSISTANT):  # all are small enough
-            known.transcript = made
+    made.count, made.units = len(conversation), left - INSPECTION.left
+    if known is not None and False not in [spoken.small for group in groups for spoken in group]:
+        known.transcript = made
     return made
 
 
-def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> list[list[ShownMessage]]:
-    """Group consecutive assistant messages from an index on; sets `first` and `goes_on` of the transcript.
-
-    In a group, calls that were made at once are one message.
-    """
-    groups: list[list[ShownMessage]] = []
-    joins = conversation.shape.joins is not None
-    conversation.check_count()
-    for place in range(begins, len(conversation)):
-        speaker = conversation.name_speaker(place)
+def _list_groups(conversation: Conversation, made: Transcript) -> list[list[Spoken]]:
+    """Group consecutive assistant messages that a transcript does not have; sets its `first` and `goes_on`."""
+    groups: list[list[Spoken]] = []
+    for place in range(made.count, len(conversation)):
+        speaker = conversation.find_facts(place).speaker
         if speaker == ASSISTANT:
-            message = _look_at(conversation, place)
             if not made.goes_on:
                 groups.append([])
-            groups[-1].append(message)
+            groups[-1].append(_look_at(conversation, place))
             made.goes_on = True
         elif speaker:
             if speaker == USER and made.first < 0:
                 made.first = place
             made.goes_on = False
-    return [_join_calls(group) for group in groups] if joins else groups
+    return groups
 
 
-def _join_calls(messages: list[ShownMessage]) -> list[ShownMessage]:
-    """Join adjacent messages that consist of calls, which were made at once."""
-    joined: list[ShownMessage] = []
-    for only_calls, adjacent in groupby(messages, attrgetter("only_calls")):
-        made = list(adjacent)
-        joined += [_join(made, at_once=True)] if only_calls and len(made) > 1 else made
-    return joined
+def _join_turn(conversation: Conversation, messages: list[Spoken]) -> Spoken:
+    """Join consecutive messages; where an API has them, adjacent calls that were made at once have one link."""
+    if len(messages) > 1 and conversation.shape.joins is not None:
+        joined: list[Spoken] = []
+        for only_calls, adjacent in groupby(messages, attrgetter("only_calls")):
+            made = list(adjacent)
+            joined += [_join(made, at_once=True)] if only_calls and len(made) > 1 else made
+        messages = joined
+    return _join(messages) if len(messages) > 1 else messages[0]
 
 
-def _join(messages: list[ShownMessage], *, at_once: bool = False) -> ShownMessage:
+def _join(messages: list[Spoken], *, at_once: bool = False) -> Spoken:
     """Join consecutive messages; those of calls that were made `at_once` have one link."""
     calls = [call for message in messages for call in message.calls]
     hashes = [message.hash for message in messages]
-    return ShownMessage([digest(b"".join(hashes), _ID)] if at_once else hashes, calls, only_calls=at_once)
+    return Spoken([digest(b"".join(hashes), _ID)] if at_once else hashes, calls, only_calls=at_once)
 
 
-def _look_at(conversation: Conversation, place: int) -> ShownMessage:
-    """Read the message at an index. The result is cached with the conversation if it is small."""
-    known = conversation.known
-    kept: ShownMessage | None = known.shown[place] if known is not None else None
-    if kept is not None:
+def _look_at(conversation: Conversation, place: int) -> Spoken:
+    """Read the message at an index. What it shows is kept with its facts if it is small."""
+    facts = conversation.find_facts(place)
+    kept = facts.spoken
+    if isinstance(kept, Spoken):
         INSPECTION.take(kept.units)
         return kept
-    if known is not None and conversation.has_read(place):  # usually the newest, in which a detector has looked for loops
-        left = INSPECTION.left
-        walk(1)
-        shown = _show(conversation.read_parts(place), left)
-    else:
-        shown = _look(conversation.shape, conversation.open_message(place))
-    small = len(shown.calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in shown.calls]) <= _LONGEST_NAMES_KEPT
-    if known is not None and small:
-        known.shown[place] = shown
-    return shown
-
-
-def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
-    """Read a message. Recent ones are cached, but take as many units."""
-    key = _encode(value)  # with all keys of the shape, so no message of another shape has the same
-    if len(key) > _LONGEST_KEY:
-        key = digest(key, _ID)
-    shown = _KNOWN.get(key)
-    if shown is not None:
-        INSPECTION.take(shown.units)
-        return shown
     left = INSPECTION.left
     walk(1)
-    shown = _show(shape.read(value), left)
-    calls = shown.calls
-    if len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
-        _KNOWN.put(key, shown)
-    return shown
+    spoken = _show(conversation.read_once(place), left)
+    if spoken.small:
+        facts.spoken = spoken
+    return spoken
 
 
-def _show(parts: list[Part], left: int) -> ShownMessage:
+def _show(parts: list[Part], left: int) -> Spoken:
     """What a message with these parts shows; `left` is the number of units before it was read."""
     spelled: list[bytes] = []
-    calls: list[CountedCall] = []
+    calls: list[CallFacts] = []
     for part in parts:
         if part.kind in (TEXT, REFERENCE):
             spelled.append(spell(part))
         elif part.kind == CALL:
             call = spell(part)
             spelled.append(call)
-            calls.append(CountedCall(part, call))
+            calls.append(CallFacts(part, call))
     hashed = digest(_SEPARATOR.join([part for part in spelled if part]), _ID)
     only_calls = TEXT not in [part.kind for part in parts] and bool(spelled)
-    return ShownMessage([hashed], calls, left - INSPECTION.left, only_calls=only_calls)
+    return Spoken([hashed], calls, left - INSPECTION.left, only_calls=only_calls)
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:

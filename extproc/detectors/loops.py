@@ -238,7 +238,7 @@ class KeptTurn:
         self.newest = newest
         self.shown = shown
         before_it = history.newest(USUAL_TURNS)[place + 1 :]
-        self.passes_over = True in [isinstance(turn, Turn) and turn.stands_alone for turn in before_it]
+        self.passes_over = True in [isinstance(turn, Turn) and not turn.answered for turn in before_it]
         self.in_text = in_text
         self.place = place
         self.entry = encode_turn(newest)
@@ -465,7 +465,7 @@ class TurnRule:
             if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names).allow:
                 return None
         names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
-        spread = 2 * len({turn.reduce().action_hash for turn in turns if turn.known}) > count or not newest.known
+        spread = 2 * len({turn.action_hash for turn in turns if turn.known}) > count or not newest.known
         strength = weigh_apart(turns) if spread else weigh(turns)
         return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
 
@@ -491,4 +491,4 @@ def _changes(history: History, place: int) -> bool:
 
 def only_speaks(turn: AnyTurn | None) -> bool:
     """Whether the assistant only says something, and nothing follows."""
-    return isinstance(turn, Turn) and not turn.answered and not turn.action.places
+    return isinstance(turn, Turn) and not turn.answered and not turn.calls

@@ -257,20 +257,12 @@ def _leave_out(text: str) -> str:
     return "\n".join(lines)
 
 
-def normalize_head(text: str, size: int = -1, *, overwrites: bool | None = None) -> str:
-    """The start of a long result without volatile parts; empty if the result is short.
-
-    Args:
-        text: the result, or its start.
-        size: length of the result, if `text` is its start.
-        overwrites: whether there is a carriage return in the result, if `text` is its start.
-    """
-    if max(size, len(text)) <= _HEAD:
+def normalize_head(text: str) -> str:
+    """The start of a long result without volatile parts; empty if the result is short, or these depend on what follows."""
+    if len(text) <= _HEAD or "\r" in text:
         return ""
-    head, moves = text[:_HEAD], "\r" in text if overwrites is None else overwrites
-    if moves or _SET_OPENS in head:  # these depend on text after the start
-        head = head[: head.find(_SET_OPENS)] if _SET_OPENS in head and not moves else ""
-    return _normalize(head)
+    head = text[:_HEAD]
+    return _normalize(head[: head.find(_SET_OPENS)] if _SET_OPENS in head else head)
 
 
 def may_be_equal(one: str, other: str) -> bool:

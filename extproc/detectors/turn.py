@@ -1,6 +1,7 @@
 """One turn of an agent: what the assistant does, and everything after that up to its next message.
 
-Requests are read on demand. A turn of an earlier request is reduced to hashes.
+Requests are read on demand. What is read of a turn is kept with the facts of its messages, for later readers and requests; see
+`MessageFacts`. A turn of an earlier request is reduced to hashes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from msgspec import Raw, json
 
 from extproc.apis import find_hints
 from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result
-from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, KnownMessages, Message
-from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
-from extproc.bounded import Memo
+from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, Message, MessageFacts
+from extproc.apis.messages import OTHER, RESULT, TEXT, Part
 from extproc.decision import STRONG, WEAK
-from extproc.detectors.actions import AssistantAction, find_mark, may_hold, number_id, read_action, read_failed_call
+from extproc.detectors.actions import AssistantAction, number_id, read_action, read_failed_call
 from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains
 from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
@@ -29,12 +29,11 @@ from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.looks import look_for
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
-from extproc.request.document import ABSENT, INSPECTION, MAX_STEPS, STEP, Document, open_value, write_canonical
+from extproc.request.document import ABSENT, INSPECTION, MAX_STEPS, Document, open_value, write_canonical
 
 _NEXT: Final = "\x1e"  # a record separator (ASCII), which texts rarely contain
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
 _DIGEST: Final = 8
-_ID: Final = 16
 
 _MARKS: Final = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
 _may_be_injected: Final = look_for("|".join([start for start, _ in _MARKS]))
@@ -42,16 +41,12 @@ _may_be_injected: Final = look_for("|".join([start for start, _ in _MARKS]))
 _MAX_NORMALIZED_IN_ALL: Final = 6 * MAX_NORMALIZED
 """Maximum length of all results of a request to normalize, in characters; others are compared unchanged."""
 
-_MOST_KNOWN: Final = 4_096
-"""Number of results in each of two generations of a cache, by digests: 2 MB at most."""
-
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
 
-_FREE: Final = 20 * STEP
-_MOST_NAMES_KEPT: Final = 2
-_LONGEST_NAMES_KEPT: Final = 64
-"""Maximum units that a cached action takes, and number and length of its names."""
+_MOST_NAMES_KEPT: Final = 8
+_LONGEST_NAMES_KEPT: Final = 256
+"""Number and length of the names of an action that is kept with its message."""
 
 _KNOWN: Final = 1
 _RETURNED: Final = 2
@@ -66,12 +61,6 @@ _EVIDENCE: Final = LONG | PASSING | MISSING | READS | CHANGES
 
 _LONG_RESULT: Final = 200
 """Minimum length of a long result, in characters; legitimate repetition has shorter ones."""
-
-_AS_USUAL: Final = 2
-"""Messages of most turns: the assistant's, and what came back."""
-
-LONGEST_START: Final = 192
-"""Number of characters at the start of a result that are cached: twice what `open_result` returns, and more than a head."""
 
 HARNESS: Final = frozenset({"system", "developer"})
 """Speakers of the harness's messages within a conversation: reminders that come and go, and are not part of any result."""
@@ -93,15 +82,7 @@ NORMALIZED: Final = RAW + _DIGEST
 REST: Final = NORMALIZED + _DIGEST
 """Offsets in an entry: of the result's hashes, and of what is behind them."""
 
-
-_NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
-"""A cache of digests of normalized results, by digests of the results, because polling agents send these repeatedly."""
-
-_FAILURES: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
-"""A cache of ids of failures, by digests of the results."""
-
-
-_starts: Final = [blake2b(digest_size=size or 1).copy for size in range(_ID + 1)]
+_starts: Final = [blake2b(digest_size=size or 1).copy for size in range(17)]
 
 
 class Reading:
@@ -117,8 +98,6 @@ class Reading:
         newest: the newest message; known when the first turn is.
     """
 
-    __slots__ = ("conversation", "document", "hints", "ignored", "in_text", "left", "newest")
-
     def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
         self.conversation = conversation
         self.document = document
@@ -128,55 +107,53 @@ class Reading:
         self.in_text = False
         self.newest: Message | None = None
 
-    def read_turns(self) -> Iterator[Turn]:  # noqa: C901, PLR0912  # a generator within a generator is slow
-        """The turns, newest first.
-
-        An assistant's message without calls, directly before one with calls, is a thought of the latter.
-        """
+    def read_turns(self) -> Iterator[Turn]:
+        """The turns, newest first."""
         conversation = self.conversation
-        behind: list[Message] = []
-        shown = False
-        newer: Turn | None = None  # the turn whose message comes next, if nothing is in between
         messages = conversation.read_backwards()
         newest = self.newest = next(messages, None)
         if conversation.prefilled and newest is not None:
             newest = self.newest = next(messages, None)
         if newest is None:
-            return
+            return iter(())
         unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
         self.in_text = len(unfolded) > 1
-        known = conversation.known
-        if len(conversation) > MAX_STEPS or conversation.shape.joins is not None or conversation.elsewhere or self.in_text:
-            known = None
-        for message in chain(unfolded, messages):
-            if message.speaker != ASSISTANT:
-                behind.append(message)
-                newer = None
-                continue
-            turn = Turn(self, message, behind)
-            if newer is not None and (_acts(newer) or not newer.known) and not _acts(turn):
-                continue
-            yield turn
-            behind, newer, shown = [], turn, True
-            if known is not None:
-                break
-        if known is not None and newer is not None:  # the messages of older turns are only made if they are needed
-            end, speakers = newer.span[0], known.speakers
-            for place in range(end - 1, -1, -1):
-                speaker = speakers[place]
-                if speaker == ASSISTANT:
-                    turn = Turn(self, None, [], place, end)
-                    end = place
-                    if newer is not None and _acts(newer) and not _acts(turn):
-                        continue
+        return self._read_steps(chain(unfolded, messages)) if self.in_text else self._read_shown(newest.place + 1)
+
+    def _read_shown(self, end: int) -> Iterator[Turn]:
+        """The turns of the messages before an index."""
+        conversation = self.conversation
+        newer: Turn | None = None
+        place, oldest = end - 1, max(len(conversation) - MAX_STEPS, 0)
+        while place >= oldest:
+            start = place
+            if conversation.find_facts(place).speaker == ASSISTANT:
+                start = conversation.find_group(place)
+                turn = Turn(self, start, place, end)
+                end = start
+                if not _is_thought(turn, newer):
                     yield turn
                     newer = turn
-                elif speaker:
-                    newer = None
-            return
-        unknown = conversation.elsewhere or (not shown and _holds_results(behind[:1]))
-        if behind and unknown and not self.document.shortened and not self.in_text:
-            yield Turn(self, None, behind)
+            place = start - 1
+        conversation.check_count()
+        kept = Turn(self, -1, -1, end)  # by the server
+        unknown = conversation.elsewhere or (newer is None and kept.ends_with_result)
+        if unknown and kept.answered and not self.document.shortened:
+            yield kept
+
+    def _read_steps(self, messages: Iterator[Message]) -> Iterator[Turn]:
+        """The turns of messages, newest first, some of which are parts of a text."""
+        behind: list[Message] = []
+        newer: Turn | None = None
+        for message in messages:
+            if message.speaker != ASSISTANT:
+                behind.append(message)
+                continue
+            turn = Turn(self, -1, -1, -1, message, behind)
+            behind = []
+            if not _is_thought(turn, newer):
+                yield turn
+                newer = turn
 
     def read_words(self) -> str:
         """The user's text in the newest message; empty if that is not a user's."""
@@ -186,274 +163,241 @@ class Reading:
         return "".join(list_texts(newest.read_parts()))
 
 
-class KnownAction:
-    """The action in an assistant's message, cached for later requests that contain the message; never changed.
+def _is_thought(turn: Turn, newer: Turn | None) -> bool:
+    """Whether an assistant's message without calls is directly before one with calls, so that it is a thought of that one."""
+    return newer is not None and not turn.answered and (newer.calls or not newer.known) and not turn.calls
+
+
+class ActionFacts:
+    """What the assistant does in a turn, kept with its first message; never changed, but for what is worked out on demand.
 
     Attributes:
         ignored: names of the arguments that were treated as thoughts; see `share_names`.
+        messages: facts of the other messages in which it was read.
         names: as in `Turn`.
-        id: digest of the action, 16 bytes.
-        hash: digest of the action, 8 bytes, as in `Turn`.
+        hash: as in `Turn`.
         size: length of the action, in bytes.
         calls: as in `Turn`.
-        mark: see `find_mark`; None if not known yet.
+        role: see `find_role`; -1 if not known yet.
+        units: units that it takes to read the action; see `Inspection`.
     """
 
-    __slots__ = ("calls", "hash", "id", "ignored", "mark", "names", "size")
-
-    def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
+    def __init__(self, ignored: frozenset[str], messages: list[MessageFacts], action: AssistantAction, units: int) -> None:
         self.ignored = ignored
+        self.messages = messages
         self.names = action.names
-        self.id = digest(action.spelled, _ID)
-        self.hash = digest(action.spelled)
+        self.hash = digest(action.spelled) if action.spelled else bytes(_DIGEST)
         self.size = action.size
         self.calls = bool(action.places)
-        self.mark: str | None = None
+        self.role = -1
+        self.units = units
 
 
-class KnownResult:
-    """What came after the action of a turn, cached for later requests that contain the same messages.
+class ResultFacts:
+    """What came after the action of a turn, kept with the assistant's first message; changed as `ActionFacts` are.
 
     Attributes:
-        ignored: as in `KnownAction`.
-        serials: of the turn's messages; see `KnownMessages`.
-        units: units that it takes to read the result, without those for messages behind the assistant's; see `Inspection`.
-        heard: units for these.
+        ignored: as in `ActionFacts`.
+        messages: facts of the turn's other messages.
+        units: units that it takes to read the result, besides those for the action.
         returned: as in `Turn`.
+        marked: the API marks a result as an error.
         hash: Python's hash of the result.
         size: length of the result, in characters.
+        lines: number of line ends in the result, or -1 if some may be escaped.
         images: as in `Turn`.
-        start: of the result, as much as `normalize_head` and `open_result` need.
-        overwrites: there is a carriage return in the result.
-        escapes: there is a backslash in the result.
-        lines: number of line ends in the result; -1 if they were not counted yet.
         head: as in `Turn`; None if not known yet, as everything below.
         opening: as in `Turn`.
         failure: as in `Turn`.
         failure_id: as in `Turn`, of a normalized result.
-        normal_id: as in `Turn`, of a normalized result.
-        result_id: as in `Turn`.
         raw: as in `Reduced`.
         normalized: as in `Reduced`, of a normalized result.
+        words: as in `Turn`.
     """
-
-    __slots__ = (
-        "escapes",
-        "failure",
-        "failure_id",
-        "hash",
-        "head",
-        "heard",
-        "ignored",
-        "images",
-        "lines",
-        "normal_id",
-        "normalized",
-        "opening",
-        "overwrites",
-        "raw",
-        "result_id",
-        "returned",
-        "serials",
-        "size",
-        "start",
-        "units",
-    )
 
     def __init__(  # noqa: PLR0913  # a record
         self,
         ignored: frozenset[str],
-        serials: list[int],
-        units: int,
-        heard: int,
+        messages: list[MessageFacts],
         result: str,
         images: bytes,
+        units: int,
         *,
         returned: bool,
+        marked: bool,
     ) -> None:
-        """Take a result."""
         self.ignored = ignored
-        self.serials = serials
+        self.messages = messages
         self.units = units
-        self.heard = heard
         self.returned = returned
+        self.marked = marked
         self.hash = hash(result)
         self.size = len(result)
+        self.lines = count_lines(result)
         self.images = images
-        self.start = result[:LONGEST_START]
-        self.overwrites = "\r" in result
-        self.escapes = "\\" in result
-        self.lines = -1
         self.head: str | None = None
         self.opening: str | None = None
         self.failure: Failure | None = None
         self.failure_id: bytes | None = None
-        self.normal_id: bytes | None = None
-        self.result_id: bytes | None = None
         self.raw: bytes | None = None
         self.normalized: bytes | None = None
-
-    def is_of(self, known: KnownMessages, place: int, end: int, ignored: frozenset[str]) -> bool:
-        """Whether it is of the turn with these messages. The assistant's is known to be the same."""
-        serials = self.serials
-        if len(serials) != end - place or serials[-1] != known.serials[end - 1]:
-            return False
-        if len(serials) > _AS_USUAL and serials != known.serials[place:end]:
-            return False
-        return self.ignored is ignored
+        self.words: bytes | None = None
 
 
 class Turn:
     """One turn of a request, which is read on demand.
 
+    Whoever asks for the action takes the units for it, and whoever asks for the result takes the units for both, once per
+    turn and whether they were kept or have to be read.
+
     Attributes:
         known: the request shows what the assistant did.
         in_text: it is a step of a scratchpad; see `scratchpad.py`.
-        known_action: what the assistant did, if it is kept for later requests, or was; else None.
+        referenced: the request refers to what the assistant did.
     """
 
-    __slots__ = (
-        "_action",
-        "_behind",
-        "_bounded",
-        "_cost",
-        "_end",
-        "_evidence",
-        "_failed",
-        "_failure",
-        "_failure_id",
-        "_head",
-        "_ids",
-        "_images",
-        "_kept",
-        "_lacks",
-        "_mark",
-        "_message",
-        "_needs_whole",
-        "_normal",
-        "_normal_id",
-        "_normalizes",
-        "_opening",
-        "_place",
-        "_reading",
-        "_reduced",
-        "_result",
-        "_result_id",
-        "_returned",
-        "_taken",
-        "_words",
-        "in_text",
-        "known",
-        "known_action",
-    )
-
-    def __init__(
-        self, reading: Reading, message: Message | None, behind: list[Message], place: int = -1, end: int = -1
+    def __init__(  # noqa: PLR0913  # all that tells a turn
+        self,
+        reading: Reading,
+        start: int,
+        place: int,
+        end: int,
+        message: Message | None = None,
+        behind: list[Message] | None = None,
     ) -> None:
-        """Take the messages, or their indexes.
+        """Take messages, by their indexes.
 
         Args:
             reading: reads them.
-            message: the assistant's; None if the server keeps it, or if there is a `place`.
-            behind: what follows, newest first.
-            place: index of the assistant's message in a cached conversation.
-            end: index behind the last message.
+            start: of the assistant's first one; -1 if the server keeps it, and for messages in a text.
+            place: of its last one.
+            end: behind the last one of the turn.
+            message: the assistant's in a text.
+            behind: the messages behind that, newest first.
         """
-        self.known = place >= 0 or (message is not None and not message.is_reference())
+        facts = reading.conversation.find_facts(place) if place >= 0 else None
         self.in_text = reading.in_text
+        self.referenced = facts is not None and facts.refers
+        if self.referenced and start < place:
+            others = reading.conversation.list_facts(start, place)
+            self.referenced = False not in [each.refers for each in others if each.joins]
+        self.known = (facts is not None or message is not None) and not self.referenced
+        self._holder = facts if start == place or facts is None else reading.conversation.find_facts(start)
         self._reading = reading
-        self._message = message
-        self._behind: list[Message] | None = behind
-        known = reading.conversation.known
-        if message is None and place >= 0:
-            self._behind = None
-        elif message is None or message.known is None or message.joined is not None:
-            known = None
-        else:
-            place, end = message.place, (behind[0].place if behind else message.place) + 1
+        self._start = start
         self._place = place
         self._end = end
+        self._message = message
+        self._behind = behind
+        self._did: ActionFacts | None = None
+        self._came: ResultFacts | None = None
         self._action: AssistantAction | None = None
-        self._cost = -1
-        self._bounded = False  # it takes units to read the action, besides those of its message
-        self.known_action: KnownAction | None = None
-        self._kept: KnownResult | None = None
-        self._taken = -1
-        self._needs_whole = False
-        if known is not None:
-            ignored = reading.ignored
-            kept: KnownAction | None = known.actions[place]
-            if kept is not None and kept.ignored is ignored:
-                self.known_action = kept
-            result: KnownResult | None = known.results[place]
-            if result is not None and result.is_of(known, place, end, ignored):
-                self._kept = result
-        self._evidence = -1
-        self._words: bytes | None = None
-        self._mark: str | None = None
-        self._lacks = ""  # a mark that its action is known not to have
         self._result: str | None = None
-        self._result_id: bytes | None = None
-        self._opening: str | None = None
-        self._head: str | None = None
         self._normalizes: bool | None = None
         self._normal: str | None = None
-        self._normal_id: bytes | None = None
+        self._evidence = -1
         self._reduced: Reduced | None = None
-        self._failed = False
-        self._failure: Failure | None = None
-        self._failure_id: bytes | None = None
-        self._returned = False
-        self._images = b""
         self._ids: set[str] = set()
+        self._images = b""
+        self._returned = self._marked = self._needs_whole = False
 
-    @property
-    def referenced(self) -> bool:
-        """Whether the request refers to what the assistant did."""
-        return self._message is not None and not self.known
-
-    @property
-    def answered(self) -> bool:
-        """Whether something follows."""
-        return bool(self._list_behind())
-
-    @property
-    def stands_alone(self) -> bool:
-        """Whether nothing follows before the assistant's next message, so that no request ended with this turn."""
-        if self._behind is not None:
-            return not self._behind
-        name = self._reading.conversation.name_speaker
-        return not "".join([name(place) for place in range(self._place + 1, self._end)])
+    def _list_others(self, end: int) -> list[MessageFacts]:
+        """The facts of the messages behind the first one, before an index."""
+        return self._reading.conversation.list_facts(self._start + 1, end) if end > self._start + 1 else []
 
     def _open(self) -> Message | None:
         """The assistant's message; None if the server keeps it."""
         if self._message is None and self._place >= 0:
-            conversation = self._reading.conversation
-            self._message = Message(conversation.shape, ASSISTANT, self._place, conversation)
+            self._message = self._reading.conversation.open_group(self._start, self._place)
         return self._message
 
     def _list_behind(self) -> list[Message]:
         """The messages behind the assistant's, newest first."""
         if self._behind is None:
-            shape, conversation = self._reading.conversation.shape, self._reading.conversation
-            places = [(place, conversation.name_speaker(place)) for place in range(self._end - 1, self._place, -1)]
-            self._behind = [Message(shape, speaker, place, conversation) for place, speaker in places if speaker]
+            conversation = self._reading.conversation
+            places = [(at, conversation.find_facts(at).speaker) for at in range(self._end - 1, self._place, -1)]
+            self._behind = [Message(conversation.shape, speaker, at, conversation) for at, speaker in places if speaker]
         return self._behind
+
+    def _list_speakers(self) -> list[str]:
+        """The speakers of the messages behind the assistant's, which may be empty."""
+        if self._behind is not None:
+            return [message.speaker for message in self._behind]
+        return [facts.speaker for facts in self._reading.conversation.list_facts(self._place + 1, self._end)]
+
+    @property
+    def answered(self) -> bool:
+        """Whether something follows before the assistant's next message; else no request ended with this turn."""
+        return any(self._list_speakers())
+
+    @property
+    def ends_with_result(self) -> bool:
+        """Whether the newest message has results."""
+        return RESULT in [part.kind for message in self._list_behind()[:1] for part in message.read_parts()]
+
+    @property
+    def did(self) -> ActionFacts:
+        """What the assistant did; nothing if that is unknown."""
+        if self._did is None:
+            holder, ignored = self._holder, self._reading.ignored
+            kept = holder.action if holder is not None else None
+            if (
+                isinstance(kept, ActionFacts)
+                and kept.ignored is ignored
+                and kept.messages == self._list_others(self._place + 1 if kept.names else self._end)
+            ):
+                INSPECTION.take(kept.units)
+                self._did = kept
+                return kept
+            left = INSPECTION.left
+            action = self._action = self._read_action()
+            # Without a name, it was also sought in what follows.
+            others = self._list_others(self._place + 1 if action.names else self._end)
+            made = self._did = ActionFacts(ignored, others, action, left - INSPECTION.left)
+            small = len(action.names) <= _MOST_NAMES_KEPT and sum([len(name) for name in action.names]) <= _LONGEST_NAMES_KEPT
+            if holder is not None and small:
+                holder.action = made
+        return self._did
+
+    def _read_action(self) -> AssistantAction:
+        message = self._open()
+        if not self.known or message is None:
+            return _UNKNOWN
+        action = read_action(message.take_parts(), self._reading.ignored)
+        if action.names:
+            return action
+        behind = self._list_behind()
+        parts = behind[-1].take_parts() if behind else []
+        text = open_value(parts[0].value) if parts and parts[0].kind == TEXT else ""
+        return (read_failed_call(text) if isinstance(text, str) else None) or action
+
+    @property
+    def came(self) -> ResultFacts:
+        """What came after the action."""
+        if self._came is None:
+            _ = self.did
+            holder, ignored, others = self._holder, self._reading.ignored, self._list_others(self._end)
+            kept = holder.result if holder is not None else None
+            if isinstance(kept, ResultFacts) and kept.ignored is ignored and kept.messages == others:
+                INSPECTION.take(kept.units)
+                self._came = kept
+                return kept
+            left = INSPECTION.left
+            result = self._result = self._read_result()
+            units, images, returned, marked = left - INSPECTION.left, self._images, self._returned, self._marked
+            self._came = ResultFacts(ignored, others, result, images, units, returned=returned, marked=marked)
+            if holder is not None and not self._needs_whole:
+                holder.result = self._came
+        return self._came
 
     @property
     def parts(self) -> list[Part]:
-        """What stands in the assistant's message. A few parts take no units before results are read."""
+        """What stands in the assistant's message."""
+        _ = self.did
         message = self._open()
-        if message is None:
-            return []
-        if self._cost >= 0:
-            return message.read_parts()
-        left = INSPECTION.left
-        parts = message.read_parts()
-        self._cost = left - INSPECTION.left
-        if self._cost > _FREE:
-            self._cost = 0
-        INSPECTION.take(-self._cost)
+        left = INSPECTION.recall()
+        parts = message.read_parts() if message is not None else []
+        INSPECTION.left = left
         return parts
 
     @property
@@ -463,176 +407,77 @@ class Turn:
 
     @property
     def action(self) -> AssistantAction:
-        """What the assistant did; nothing if that is unknown."""
+        """What the assistant did, in full; nothing if that is unknown."""
+        _ = self.did
         if self._action is None:
-            left = INSPECTION.left
-            action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
-            self._action = action if action.names or not self.known else self._read_failed_call() or action
-            self._bounded = INSPECTION.left != left
-            message, free = self._open(), self._cost > 0 and not self._bounded
-            small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
-            if message is not None and message.known is not None and message.joined is None and free and small:
-                kept = KnownAction(self._reading.ignored, action)
-                self.known_action = message.known.actions[message.place] = kept
+            left = INSPECTION.recall()
+            self._action = self._read_action()
+            INSPECTION.left = left
         return self._action
-
-    def _read_failed_call(self) -> AssistantAction | None:
-        """The call that the harness left out of the history, according to its report; None if there is none."""
-        if self._taken > 0:
-            _ = self.result  # for which the messages that are read here may have been counted
-        behind = self._list_behind()
-        parts = behind[-1].read_parts() if behind else []
-        text = open_value(parts[0].value) if parts and parts[0].kind == TEXT else ""
-        return read_failed_call(text) if isinstance(text, str) else None
-
-    def may_do_as(self, other: Turn) -> bool:
-        """False if a check without decoding shows that the action differs from another turn's."""
-        if self.known_action is not None:
-            return True
-        message, mark = self._open(), other._mark
-        if mark is None:  # a part of its action that no request spells otherwise
-            known = other.known_action
-            mark = known.mark if known is not None else None
-            if mark is None:
-                mark = find_mark(other.action).decode("latin-1")
-                known = other.known_action  # which is there now, if the action is kept
-                if known is not None:
-                    known.mark = mark
-            other._mark = mark
-        if self._action is not None or message is None or message.joined is not None or not mark:
-            return True
-        if mark == self._lacks:
-            return False
-        if message.known is not None:  # a check without decoding the message
-            written = self._reading.conversation.show_raw(message.place)
-            if not may_hold(written.decode("latin-1"), mark):
-                self._lacks = mark
-                return False
-        if may_hold(bytes(message.shape.find_raw(message.value)).decode("latin-1"), mark):
-            return True
-        self._lacks = mark
-        return False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tools, or the first word of the command."""
-        return self.known_action.names if self.known_action is not None else self.action.names
-
-    @property
-    def calls(self) -> bool:
-        """Whether the names are of tools that were called, and not words of a text."""
-        return self.known_action.calls if self.known_action is not None else bool(self.action.places)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The indexes of the assistant's first and last message in the turn, the same for most; -1 if the server has them."""
-        message = self._message
-        if message is None:
-            return self._place, self._place
-        return message.joined[-1].place if message.joined is not None else message.place, message.place
 
     @property
     def result(self) -> str:
         """Everything after the action, as one text."""
+        _ = self.came
         if self._result is None:
-            if self._taken > 0:
-                INSPECTION.take(-self._taken)
-            self._taken = 0
-            self._result = self._read_result() if self._kept is not None else self._read_new_result()
+            left = INSPECTION.recall()
+            self._result = self._read_result()
+            INSPECTION.left = left
         return self._result
 
-    def _read_new_result(self) -> str:
-        """The result, which is cached with the conversation if reading it again takes as many units."""
-        known = self._reading.conversation.known
-        if known is None or self._place < 0:
-            return self._read_result()
-        heard = self._list_heard()
-        taken = sum([message.units for message in heard])
-        left = INSPECTION.left
-        result = self._read_result()
-        if self._cost > 0 and not self._bounded and not self._needs_whole:
-            serials, all_heard = known.serials[self._place : self._end], sum([message.units for message in heard])
-            own = left - INSPECTION.left + taken - all_heard
-            images, returned = self._images, self._returned
-            kept = KnownResult(self._reading.ignored, serials, own, all_heard, result, images, returned=returned)
-            self._kept = known.results[self._place] = kept
-        return result
-
-    def _recall(self) -> KnownResult | None:
-        """What is cached of the result, or was just read. It takes as many units as the result itself."""
-        kept = self._kept
-        if kept is None:
-            _ = self.result
-            return self._kept
-        if self._taken < 0:
-            taken = kept.units + kept.heard
-            if self._behind is not None:  # some may have been read before
-                taken -= sum([message.units for message in self._list_heard()])
-            self._taken = taken
-            INSPECTION.take(taken)
-        return kept
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tools, or the first word of the command."""
+        return self.did.names
 
     @property
-    def size(self) -> int:
-        """The length of the result, in characters."""
-        kept = self._recall()
-        return kept.size if kept is not None else len(self.result)
+    def calls(self) -> bool:
+        """Whether the names are of tools that were called, and not words of a text."""
+        return self.did.calls
 
     @property
-    def lines(self) -> int:
-        """The number of line ends in the result, or -1 if some may be escaped."""
-        kept = self._recall()
-        if kept is None:
-            return count_lines(self.result)
-        if kept.lines < 0 and not kept.escapes:
-            kept.lines = count_lines(self.result)
-        return kept.lines
+    def action_hash(self) -> bytes:
+        """What was done, in 8 bytes; zeros where that is not known."""
+        return self.did.hash
 
-    def returns_same(self, other: Turn) -> bool:
-        """Whether the results are equal."""
-        mine, others = self._recall(), other._recall()
-        if mine is None or others is None:
-            return self.result == other.result
-        return mine.hash == others.hash and mine.size == others.size
+    @property
+    def action_size(self) -> int:
+        """The length of the action, in bytes."""
+        return self.did.size
+
+    @property
+    def returned(self) -> bool:
+        """Whether tools returned anything."""
+        return self.came.returned
+
+    @property
+    def images(self) -> bytes:
+        """A digest of the images beside results; empty for none. See `Part`."""
+        return self.came.images
 
     @property
     def head(self) -> str:
         """The start of the result without volatile parts; see `normalize_head`."""
-        if self._head is None:
-            kept = self._recall()
-            if kept is None:
-                self._head = normalize_head(self.result)
-            else:
-                if kept.head is None:
-                    kept.head = normalize_head(kept.start, kept.size, overwrites=kept.overwrites)
-                self._head = kept.head
-        return self._head
+        came = self.came
+        if came.head is None:
+            came.head = normalize_head(self.result)
+        return came.head
 
     @property
     def opening(self) -> str:
         """The start of the result without digits; see `open_result`."""
-        if self._opening is None:
-            kept = self._recall()
-            if kept is None:
-                self._opening = open_result(self.result)
-            else:
-                if kept.opening is None:
-                    kept.opening = open_result(kept.start)
-                self._opening = kept.opening
-        return self._opening
+        came = self.came
+        if came.opening is None:
+            came.opening = open_result(self.result)
+        return came.opening
 
     @property
-    def result_id(self) -> bytes:
-        """A digest of `result`, 16 bytes."""
-        if self._result_id is None:
-            kept = self._recall()
-            found = kept.result_id if kept is not None else None
-            if found is None:
-                found = digest(self.result.encode(), _ID)
-                if kept is not None:
-                    kept.result_id = found
-            self._result_id = found
-        return self._result_id
+    def raw(self) -> bytes:
+        """See `Reduced`."""
+        came = self.came
+        if came.raw is None:
+            came.raw = digest(self.result.encode() + came.images)
+        return came.raw
 
     @property
     def normal(self) -> str:
@@ -642,40 +487,26 @@ class Turn:
         return self._normal
 
     @property
+    def normalized(self) -> bytes:
+        """See `Reduced`."""
+        came = self.came
+        if not self.may_normalize():
+            return self.raw
+        if came.normalized is None:
+            came.normalized = self.raw if self.normal == self.result else digest(self.normal.encode() + came.images)
+        return came.normalized
+
+    @property
     def normal_id(self) -> bytes:
-        """A digest of `normal`, 16 bytes; those of recently compared results are cached."""
-        if self._normal_id is None:
-            kept, bounded = self._recall(), not self.may_normalize()
-            found = self.result_id if bounded else kept.normal_id if kept is not None else None
-            if found is None:
-                found = _NORMAL.get(self.result_id)
-            if found is None:
-                normal = self.normal
-                found = self.result_id if normal == self.result else digest(normal.encode(), _ID)
-                _NORMAL.put(self.result_id, found)
-            if kept is not None and not bounded:
-                kept.normal_id = found
-            self._normal_id = found
-        return self._normal_id
+        """A digest of `normal`, without images."""
+        return digest(self.normal.encode()) if self.came.images else self.normalized
 
     def may_normalize(self) -> bool:
-        """Whether the bound leaves room for the result, which uses up its part even if it is cached."""
+        """Whether the bound leaves room for the result, which uses up its part even if it is kept."""
         if self._normalizes is None:
-            self._reading.left -= min(self.size, MAX_NORMALIZED)
+            self._reading.left -= min(self.came.size, MAX_NORMALIZED)
             self._normalizes = self._reading.left >= 0
         return self._normalizes
-
-    @property
-    def returned(self) -> bool:
-        """Whether tools returned anything."""
-        kept = self._recall()  # which reads the result if it is not cached
-        return kept.returned if kept is not None else self._returned
-
-    @property
-    def images(self) -> bytes:
-        """A digest of the images beside results; empty for none. See `Part`."""
-        kept = self._recall()
-        return kept.images if kept is not None else self._images
 
     @property
     def failed(self) -> bool:
@@ -685,61 +516,44 @@ class Turn:
     @property
     def failure(self) -> Failure:
         """How it failed, if it did."""
-        if self._failure is None:
-            kept = self._recall()
-            if kept is not None and kept.failure is not None:
-                self._failure = kept.failure
-                return kept.failure
-            text = self.result  # which sets `_failed`: the API says so
-            kind = read_failure(text, failed=self._failed)
-            if kind == NO_FAILURE and self.known and not self._returned and not self.names and complains(text):
-                kind = FATAL
-            self._failure = kind
-            if kept is not None:
-                kept.failure = kind
-            return kind
-        return self._failure
+        came = self.came
+        if came.failure is None:
+            text = self.result
+            came.failure = read_failure(text, failed=came.marked)
+            if came.failure == NO_FAILURE and self.known and not came.returned and not self.names and complains(text):
+                came.failure = FATAL
+        return came.failure
 
     @property
     def failure_id(self) -> bytes:
         """An id of a few bytes that similar failures share; empty if the result is no failure. See `alike.py`."""
-        if self._failure_id is None:
-            self._failure_id = self._identify_failure() if self.failed else b""
-        return self._failure_id
-
-    def _identify_failure(self) -> bytes:
-        kept = self._recall() if self.may_normalize() else None
-        if kept is not None and kept.failure_id is not None:
-            return kept.failure_id
-        found = _FAILURES.get(self.result_id) if self.may_normalize() else None
-        if found is None:
-            found = digest((self.opening + _NEXT + leave_out_numbers(self.normal)).encode(), _FAILURE)
-            if self.may_normalize():
-                _FAILURES.put(self.result_id, found)
-        if kept is not None:
-            kept.failure_id = found
+        if not self.failed:
+            return b""
+        came = self.came if self.may_normalize() else None
+        if came is not None and came.failure_id is not None:
+            return came.failure_id
+        found = digest((self.opening + _NEXT + leave_out_numbers(self.normal)).encode(), _FAILURE)
+        if came is not None:
+            came.failure_id = found
         return found
-
-    @property
-    def action_size(self) -> int:
-        """The length of the action, in bytes."""
-        return (self.known_action or self.action).size
 
     @property
     def evidence(self) -> int:
         """The evidence for a loop: flags LONG, PASSING and MISSING of the result, READS and CHANGES of the action."""
         if self._evidence < 0:
-            reading = self._reading
+            reading, did, came = self._reading, self.did, self.came
             if reading.hints is None:
                 reading.hints = find_hints(reading.conversation)
-            flags = find_role(self.names, reading.hints)
+            if did.role < 0:
+                did.role = find_role(did.names, {})
+            flags = find_role(did.names, reading.hints) if reading.hints else did.role
             if self.failed:
                 flags = flags & ~CHANGES | _FLAGS.get(self.failure, 0)
-                if self.known and not self.names:
+                if self.known and not did.names:
                     flags &= ~MISSING  # nothing was looked up
-            if self.size >= _LONG_RESULT:
+            if came.size >= _LONG_RESULT:
                 flags |= LONG
-            talks = self.known and not self.names and not self.returned
+            talks = self.known and not did.names and not came.returned
             if talks and (flags & LONG or self.failed) and reading.conversation.find_offer() == TOOLS:
                 flags = flags & ~LONG | PASSING  # what is said by an agent that has tools counts little, whatever it is
             self._evidence = flags
@@ -748,25 +562,19 @@ class Turn:
     @property
     def words(self) -> bytes:
         """A digest, 8 bytes, of what a user says, without digits; empty if there is nothing, or if it answers an action."""
-        if self._words is None:
-            said = self._list_words() if self._may_be_spoken_to() and not self.names and not self.returned else []
-            self._words = digest(" ".join(said).encode()) if said else b""
-        return self._words
-
-    def _may_be_spoken_to(self) -> bool:
-        """Whether a user says something, and no tool is known to be called: a check without reading what the calls are."""
-        if self.known_action is not None or USER not in [message.speaker for message in self._list_behind()]:
-            return False
-        return not _acts(self)
-
-    def _list_words(self) -> list[str]:
-        said: list[str] = []
-        _ = self.result  # for which the messages that are read here may have been counted
-        for message in self._list_behind():
-            for text in list_texts(message.read_parts()) if message.speaker == USER else ():
-                if not is_injected(text.strip()):
-                    said += NUMBERS.sub("", strike_injected(text)).casefold().split()
-        return said
+        if self.names or USER not in self._list_speakers() or self.returned:
+            return b""
+        came = self.came
+        if came.words is None:
+            said: list[str] = []
+            left = INSPECTION.recall()
+            for message in self._list_behind():
+                for text in list_texts(message.read_parts()) if message.speaker == USER else ():
+                    if not is_injected(text.strip()):
+                        said += NUMBERS.sub("", strike_injected(text)).casefold().split()
+            INSPECTION.left = left
+            came.words = digest(" ".join(said).encode()) if said else b""
+        return came.words
 
     def show(self, most: int) -> str:
         """Action and result in a line for people, each cut to this many characters."""
@@ -779,44 +587,23 @@ class Turn:
         message = self._open()
         return _encode([message.list_values() if message is not None else None, sorted(self._ids)])
 
-    @property
-    def action_hash(self) -> bytes:
-        """What was done, in 8 bytes; zeros where that is not known."""
-        if self.known_action is not None:
-            return self.known_action.hash
-        return digest(self.action.spelled) if self.known else bytes(_DIGEST)
-
     def reduce(self) -> Reduced:
         """This turn as hashes."""
-        if self._reduced is not None:
-            return self._reduced
-        kept = self._recall()
-        raw, normalized = self._hash_result(kept)
-        made = Reduced(
-            self.known,
-            kept.returned if kept is not None else self._returned,
-            self.failed,
-            self.action_hash,
-            raw,
-            normalized,
-            self.names,
-            self.evidence,
-            b"" if self.names else self.words,
-            self.failure_id if self.failed else b"",
-            (self.known_action or self.action).size,
-        )
-        self._reduced = made
-        return made
-
-    def _hash_result(self, kept: KnownResult | None) -> tuple[bytes, bytes]:
-        """Hashes of the result, and of the result without volatile parts; other replicas compare them, too."""
-        if kept is not None and kept.raw is not None and kept.normalized is not None and self.may_normalize():
-            return kept.raw, kept.normalized
-        raw = digest(self.result.encode() + self.images)
-        normalized = raw if self.normal == self.result else digest(self.normal.encode() + self.images)
-        if kept is not None and self.may_normalize():
-            kept.raw, kept.normalized = raw, normalized
-        return raw, normalized
+        if self._reduced is None:
+            self._reduced = Reduced(
+                self.known,
+                self.returned,
+                self.failed,
+                self.action_hash,
+                self.raw,
+                self.normalized,
+                self.names,
+                self.evidence,
+                self.words,
+                self.failure_id,
+                self.action_size,
+            )
+        return self._reduced
 
     def _list_heard(self) -> list[Message]:
         """The messages behind the assistant's that are read, oldest first: the harness's only if there are no others."""
@@ -831,9 +618,8 @@ class Turn:
         for part in self.parts:  # results of the server's own tools are in the assistant's message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
-        INSPECTION.take(max(self._cost, 0))
         for message in self._list_heard():
-            for part in message.read_parts():
+            for part in message.take_parts():
                 if part.images is not ABSENT:
                     images.append(digest_images(part))
                 if part.kind == RESULT:
@@ -856,7 +642,7 @@ class Turn:
 
     def _read_one(self, part: Part, number: int) -> tuple[str, str]:
         """The id of a result's call, and the result."""
-        self._failed = self._failed or part.failed
+        self._marked = self._marked or part.failed
         if part.id:
             self._ids.add(part.id)
         text = strike_injected(read_result(part.value))
@@ -968,13 +754,6 @@ def digest(data: bytes, size: int = _DIGEST) -> bytes:
 
 def same_action(one: AnyTurn, other: AnyTurn) -> bool:
     """Whether the actions are equal, or both unknown."""
-    if isinstance(one, Turn) and isinstance(other, Turn):
-        if one.known != other.known or not other.may_do_as(one):
-            return False
-        if one.known_action is None or other.known_action is None:
-            return one.action.spelled == other.action.spelled
-        return one.known_action.id == other.known_action.id
-    one, other = one.reduce(), other.reduce()
     return one.known == other.known and one.action_hash == other.action_hash
 
 
@@ -986,16 +765,16 @@ def digest_images(part: Part) -> bytes:
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
     """Whether the results are equal; `normalized`: except for volatile parts. Only turns that both have images compare them."""
     if isinstance(one, Turn) and isinstance(other, Turn):
-        if one.images != other.images and one.images and other.images:
+        mine, others = one.came, other.came
+        if mine.images != others.images and mine.images and others.images:
             return False
-        if one.returns_same(other):
+        if mine.hash == others.hash and mine.size == others.size:
             return True
         if not normalized or not may_be_equal(one.head, other.head):
             return False
-        if one.may_normalize() and other.may_normalize() and differ_in_lines(one.lines, other.lines):
+        if one.may_normalize() and other.may_normalize() and differ_in_lines(mine.lines, others.lines):
             return False
         return one.normal_id == other.normal_id
-    one, other = one.reduce(), other.reduce()
     return one.raw == other.raw or (normalized and one.normalized == other.normalized)
 
 
@@ -1065,15 +844,6 @@ def _strike(text: str, start: str, end: str) -> str:
 def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
     """The turns of the conversation in a document, newest first."""
     return Reading(conversation, document, ignored).read_turns()
-
-
-def _acts(turn: Turn) -> bool:
-    return any(part.kind == CALL for part in turn.parts)
-
-
-def _holds_results(messages: list[Message]) -> bool:
-    """Whether there are results among messages before the assistant's first one, so that it called something before."""
-    return RESULT in [part.kind for message in messages for part in message.read_parts()]
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:

@@ -128,8 +128,13 @@ class Inspection:
         """Begin to read, with all units."""
         self.left = UNITS
 
+    def recall(self) -> int:
+        """Begin to read again what the reader has paid for already; returns the units to go back to."""
+        left, self.left = self.left, UNITS
+        return left
+
     def take(self, units: int) -> None:
-        """Use up units, or return them if negative.
+        """Use up units.
 
         Raises:
             NotCounted: fewer are left.

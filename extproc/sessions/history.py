@@ -31,9 +31,9 @@ from extproc.detectors.chain import (
     CALL_DIGEST,
     PAIR_DIGEST,
     TOOL_DIGEST,
+    CallFacts,
     ChainPlace,
-    CountedCall,
-    ShownMessage,
+    Spoken,
     read_transcript,
     spell,
 )
@@ -141,7 +141,7 @@ def read_tool_calls(document: Document) -> CallHistory:
     answer *= copies
     total, steps, known = 0, 0, b""
     tools: dict[bytes, str] = {}
-    calls: list[CountedCall] = []
+    calls: list[CallFacts] = []
     since: list[bytes] = []  # steps from one call to the next
     for turn in turns:
         steps = min(steps + 1, _MOST_STEPS)
@@ -204,7 +204,7 @@ def _count_failed(conversation: Conversation) -> int:
     return failed
 
 
-def _write_records(calls: list[CountedCall]) -> list[bytes]:
+def _write_records(calls: list[CallFacts]) -> list[bytes]:
     """The calls' digests; those of equal calls are numbered, if these have ids."""
     records = [call.first for call in calls]
     if len(set(records)) == len(records):  # as in nearly all histories
@@ -216,13 +216,13 @@ def _write_records(calls: list[CountedCall]) -> list[bytes]:
     return records
 
 
-def _read_kept(conversation: Conversation) -> list[ShownMessage]:
+def _read_kept(conversation: Conversation) -> list[Spoken]:
     """The calls in a request whose server keeps the history; results stand for calls that only the server has."""
     shape = conversation.shape
     parts = [part for _, value in conversation.list_spoken() for part in _read_parts(shape, value)]
     called = {part.id for part in parts if part.kind == CALL}
     alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
-    return [ShownMessage([b""], [CountedCall(part, spell(part)) for part in alone])]
+    return [Spoken([b""], [CallFacts(part, spell(part)) for part in alone])]
 
 
 def _read_parts(shape: Shape, value: Any) -> list[Part]:  # noqa: ANN401  # of the shape's

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from extproc.detectors.chain import ChainPlace, ShownMessage
+from extproc.detectors.chain import ChainPlace, Spoken
 from extproc.sessions.names import Chains
 from extproc.store.rules.chain import ChainLink, Trail, follow
 from tests.support.servers import Driver
@@ -30,7 +30,7 @@ class Sent(NamedTuple):
 
 def make_link(sent: Sent, *, tenant: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int) -> ChainLink:
     """What the store is asked about a request."""
-    turns = [ShownMessage([_widen(message) for message in turn.split("+")], []) for turn in sent.shown]
+    turns = [Spoken([_widen(message) for message in turn.split("+")], []) for turn in sent.shown]
     place = ChainPlace(_widen(sent.first), turns)
     entry = sent.entry.encode() if sent.shown else b""
     return chains.make_link("default", "", tenant, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields

@@ -32,7 +32,7 @@ from extproc.cli.scan.transcripts import (
     name_folder,
     read_time,
 )
-from extproc.detectors.chain import ChainPlace, ShownMessage, find_place, read_transcript
+from extproc.detectors.chain import ChainPlace, Spoken, find_place, read_transcript
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.turn import digest
 from extproc.request.document import ABSENT, NO_HISTORY, NO_MESSAGES, Document, NotCounted
@@ -369,7 +369,7 @@ def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:
     return turns
 
 
-def _list_new(turns: Sequence[_Turn], shown: Sequence[ShownMessage], place: ChainPlace, node: bytes) -> list[list[bytes]]:
+def _list_new(turns: Sequence[_Turn], shown: Sequence[Spoken], place: ChainPlace, node: bytes) -> list[list[bytes]]:
     """The messages of turns that a request adds to the one at a node; of the first turn, that one may show the beginning."""
     links = place.links[::-1].index(node) if node in place.links else len(shown[-1].hashes) if shown else 0
     new: list[list[bytes]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.detectors.chain import ChainPlace, ShownMessage
+from extproc.detectors.chain import ChainPlace, Spoken
 from extproc.store.memory import MemoryStore
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink
@@ -71,7 +71,7 @@ ENTRIES = [b"", *(bytes((kind,)) + end * 7 for kind in (0, 1) for end in (b"x", 
 
 def make_fork(shown: list[str], entry: bytes, fresh: bytes) -> ChainLink:
     """What a session limit asks about a request that shows these messages of the assistant."""
-    place = ChainPlace(b"u" * 16, [ShownMessage([message.encode() * 16], []) for message in shown])
+    place = ChainPlace(b"u" * 16, [Spoken([message.encode() * 16], []) for message in shown])
     return CHAINS.make_link("session", "", "00", "", place, entry if shown else b"", fresh)
 
 
