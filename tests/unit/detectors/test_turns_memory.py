@@ -159,7 +159,7 @@ def test_numbers_that_are_bounded_are_not_remembered() -> None:
     left = [say_all(DETECTORS[0], body) for _ in range(3)]
 
     assert left[0] == left[1] == left[2]
-    assert left[0][2].endswith(f" {UNITS - 3 * STEP}")
+    assert left[0][2].endswith(f" {UNITS - 4 * STEP}")
 
 
 def test_policies_that_take_other_arguments_for_thoughts_share_nothing() -> None:
