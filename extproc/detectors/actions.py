@@ -13,11 +13,10 @@ from typing import Final
 
 from extproc.apis.contents import list_texts, read_arguments
 from extproc.apis.messages import CALL, TEXT, Part
-from extproc.bounded import Memo
 from extproc.detectors.alike import fold
 from extproc.detectors.arguments import is_for_thinking, reduce_arguments, tidy_command
 from extproc.request.clients import FAILED_CALL
-from extproc.request.document import INSPECTION, Json, NotJson, decode_json, open_value, write_canonical
+from extproc.request.document import Json, NotJson, decode_json, open_value, write_canonical
 
 MAX_NAME: Final = 256
 """Longer names of tools and commands are cut to this many characters."""
@@ -37,11 +36,6 @@ _THOUGHT_TAGS: Final = ("think", "thinking", "thought", "thoughts", "reasoning",
 _MAX_MARKED: Final = 65_536
 """Longest text to search for an action, in characters; a longer one is compared as a whole."""
 
-_LONGEST_KNOWN: Final = 768
-_MOST_KNOWN: Final = 4_096
-"""Longest text to cache, in bytes, and texts in each of the cache's two generations. A text takes up to 3 KB, the cache up to
-25 MB even under attack. JSON this short is never nested too deeply, so its action is the same wherever it is decoded."""
-
 _TRIES: Final = 8
 """Number of false starts, such as a brace without JSON, after which a search stops, to bound its time."""
 
@@ -53,12 +47,6 @@ _NAMED_IN_TAG: Final = re.compile(r"<(?:[\w.-]+:)?(?:invoke|function|tool|action
 _REACT: Final = re.compile(r"^[ \t>*#-]*(?:action|act)(?: *[0-9]+)?[* ]*:[* \t]*", re.IGNORECASE | re.MULTILINE)
 _REACT_END: Final = re.compile(r"^[ \t>*#-]*(?:observation|thought|think)(?: *[0-9]+)?[* ]*:", re.IGNORECASE | re.MULTILINE)
 _WORD: Final = re.compile(r"[^\s\[\](){}<>\"'`:;,=|]+")
-
-# Text that JSON usually spells in only one way: printable ASCII without the quote and the backslash.
-_PLAIN: Final = re.compile(rb"[ !#-\[\]-~]{4,256}")
-_PLAIN_VALUE: Final = re.compile(rb'[:\[]"([ !#-\[\]-~]{4,256})"')
-_MARKED_WITHIN: Final = 4_096
-"""Length of the start of an action in which to look for a mark, in bytes."""
 
 _WRITTEN_CALLS: Final = "Calling tools:\n[{"
 _WRITTEN_NAME: Final = re.compile(r"'function': \{'name': '([^'\\]{1,256})'")
@@ -84,24 +72,14 @@ class AssistantAction:
         names: the tools, or the first word of an action in text; empty if it only says something.
         spelled: the whole action in canonical spelling; equal bytes mean equal actions.
         places: index of each call in `spelled`, by id, or by `number_id` if it has none; empty without calls.
-        first: the first call, as in `spelled`; empty without calls.
         size: length of the action, in bytes.
     """
 
-    __slots__ = ("first", "names", "places", "size", "spelled")
-
-    def __init__(
-        self, names: tuple[str, ...], spelled: bytes, places: dict[str, int], first: bytes = b"", size: int = 0
-    ) -> None:
+    def __init__(self, names: tuple[str, ...], spelled: bytes, places: dict[str, int], size: int = 0) -> None:
         self.names = names
         self.spelled = spelled
         self.places = places
-        self.first = first
         self.size = size
-
-
-_KNOWN: Final[Memo[tuple[frozenset[str], bytes], tuple[str, bytes]]] = Memo(_MOST_KNOWN)
-"""A cache of actions in texts, by ignored arguments and text: each request sends its history again."""
 
 
 def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
@@ -120,7 +98,7 @@ def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
     others = [write_canonical(open_value(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join(list_texts(parts)), ignored)
     size = len(spelled) - spelled.find(_SEPARATOR) - 1  # without the kind of action at its start
-    return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, b"", size)
+    return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, size)
 
 
 def read_failed_call(text: str) -> AssistantAction | None:
@@ -130,7 +108,7 @@ def read_failed_call(text: str) -> AssistantAction | None:
         return None
     name, arguments, unknown = found.groups(default="")
     spelled = _SEPARATOR.join([_TEXT, (name or unknown).encode(), arguments.encode()])
-    return AssistantAction((name or unknown,), spelled, {}, b"", len(arguments))
+    return AssistantAction((name or unknown,), spelled, {}, len(arguments))
 
 
 def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
@@ -138,38 +116,14 @@ def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
     if len(calls) == 1:
         call = calls[0]
         one = spell_call(call, ignored)
-        return AssistantAction((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one, len(one))
+        return AssistantAction((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, len(one))
     spelled = [spell_call(call, ignored) for call in calls]
     unique = {call: place for place, call in enumerate(sorted(set(spelled)))}
     ranked = sorted([(is_for_thinking(call.name), one, call.name[:MAX_NAME]) for one, call in zip(spelled, calls, strict=True)])
     names = dict.fromkeys([name for _, _, name in ranked])
     places = {call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)}
     joined = _SEPARATOR.join(unique)
-    return AssistantAction(tuple(names), joined, places, spelled[0], len(joined))
-
-
-def find_mark(action: AssistantAction) -> bytes:
-    """Bytes that any request with this action contains, unless it escapes characters needlessly; empty if there are none."""
-    return find_mark_in_call(action.first) if action.places else _mark_in_text(action.spelled)
-
-
-def may_hold(raw: str, mark: str) -> bool:
-    """Whether JSON may contain an action with this mark. `raw` is its text, or its bytes as Latin-1; empty if unknown."""
-    # `in` is ten times faster on text than on bytes.
-    return not raw or not mark or mark in raw or "\\u" in raw or "\\/" in raw
-
-
-def find_mark_in_call(call: bytes) -> bytes:
-    """The longest plain string in a call's arguments; see `find_mark`."""
-    return max(_PLAIN_VALUE.findall(call, 0, _MARKED_WITHIN), key=len, default=b"")
-
-
-def _mark_in_text(spelled: bytes) -> bytes:
-    """The mark of an action in a text."""
-    kind, _, action = spelled[:_MARKED_WITHIN].partition(_SEPARATOR)
-    if kind == _JSON:
-        return find_mark_in_call(action)
-    return max(_PLAIN.findall(action), key=len, default=b"") if kind in {_CODE, _TAGS} else b""
+    return AssistantAction(tuple(names), joined, places, len(joined))
 
 
 def number_id(number: int) -> str:
@@ -186,23 +140,7 @@ def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
 
 
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
-    """The first word of the action in a text, and the action in canonical spelling; without an action, no word and the text.
-
-    Recent answers are cached, unless they take units to read; see `Inspection`.
-    """
-    if len(text) > _LONGEST_KNOWN:
-        return _read_text(text, ignored)
-    key = ignored, text.encode()
-    found = _KNOWN.get(key)
-    if found is None:
-        left = INSPECTION.left
-        found = _read_text(text, ignored)
-        if len(key[1]) <= _LONGEST_KNOWN and INSPECTION.left == left:
-            _KNOWN.put(key, found)
-    return found
-
-
-def _read_text(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
+    """The first word of the action in a text, and the action in canonical spelling; without an action, no word and the text."""
     if len(text) > _MAX_MARKED:
         return "", _TEXT + _SEPARATOR + fold(text)
     text = _cut_thoughts(text).strip() or text.strip()
@@ -220,7 +158,6 @@ def _read_written_calls(text: str) -> tuple[str, bytes] | None:
     named = _WRITTEN_NAME.search(calls)
     if named is None:
         return None
-    # No mark contains the replacement of an id.
     return named[1], _CODE + _SEPARATOR + _WRITTEN_ID.sub("\x1e", calls).encode()
 
 

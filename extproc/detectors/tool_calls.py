@@ -12,14 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
-from msgspec import Raw
-
 from extproc.apis import open_conversation
 from extproc.apis.contents import is_injected, read_arguments, read_result
 from extproc.apis.conversation import ASSISTANT, OTHER_ROLE, TOOL, Message
 from extproc.apis.messages import CALL, RESULT, TEXT, Part
 from extproc.decision import Repeat
-from extproc.detectors.actions import MAX_NAME, find_mark_in_call, may_hold
+from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.base import HistorySimilarity
 from extproc.detectors.keys import MAX_CALLS, SimilarityKeys, ToolCallsKeys
 from extproc.detectors.loops import MIN_CYCLE, Newest
@@ -44,8 +42,6 @@ class ShownCall:
         turn: 0 in the assistant's last turn, 1 in the one before that, and so on.
     """
 
-    __slots__ = ("_answer", "_arguments", "_call", "_mark", "_outcome", "name", "turn")
-
     def __init__(self, call: Part, answer: Part | None, turn: int) -> None:
         """Take a call, and its result if there is one."""
         self.name = call.name
@@ -53,7 +49,6 @@ class ShownCall:
         self._call = call
         self._answer = answer
         self._arguments: bytes | None = None
-        self._mark: str | None = None
         self._outcome: bytes | None = None
 
     @property
@@ -77,7 +72,7 @@ class ShownCall:
         """Whether two calls are equal; if `results` count, calls without a result never are."""
         if self is other:
             return True
-        if self.name != other.name or not other._may_take(self) or self.arguments != other.arguments:
+        if self.name != other.name or self.arguments != other.arguments:
             return False
         if not results:
             return True
@@ -89,16 +84,6 @@ class ShownCall:
     def images(self) -> bytes:
         """A digest of the images beside the result; empty for none. See `Part`."""
         return digest_images(self._answer) if self._answer is not None and self._answer.images is not ABSENT else b""
-
-    def _may_take(self, other: ShownCall) -> bool:
-        """False if a check without decoding shows that the arguments differ from another call's."""
-        if self._arguments is not None:
-            return True
-        if other._mark is None:
-            other._mark = find_mark_in_call(other.arguments).decode()
-        given = self._call.value
-        text = given if isinstance(given, str) else bytes(given).decode("latin-1") if isinstance(given, Raw) else ""
-        return may_hold(text, other._mark)
 
     def spell(self, *, results: bool) -> bytes:
         """All that is compared, for a fingerprint."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from extproc.bounded import Memo
 from extproc.objects import Place
 
 READS, CHANGES = 64, 128
@@ -27,12 +26,6 @@ _OWN: Final = frozenset({"todo", "todos", "think", "thought", "plan", "note", "n
 """Words for an agent's own notes, which its tools do not read."""
 
 _NAME_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_MOST_ROLES: Final = 1_024
-_LONGEST_ROLE: Final = 64
-"""Longest name that is cached, in characters, because clients choose names."""
-
-_ROLES: Final[Memo[str, int]] = Memo(_MOST_ROLES)
-
 _LONG_CYCLE = 5
 """A cycle of at least this many calls or turns needs one round less."""
 
@@ -92,9 +85,7 @@ def find_role(names: Sequence[str], hints: Mapping[str, bool]) -> int:
     role = READS if names else 0
     for name in names:
         hint = hints.get(name) if hints else None
-        found = _ROLES.get(name) if hint is None else READS if hint else CHANGES
-        if found is None:
-            found = _read_role(name)
+        found = _read_role(name) if hint is None else READS if hint else CHANGES
         if found == CHANGES:
             return CHANGES
         role &= found
@@ -106,14 +97,10 @@ def _read_role(name: str) -> int:
     words = [word.lower() for word in _NAME_WORD.findall(name[-256:].rpartition("__")[2])]
     verb = next((word for word in words if word in _READING or word in _CHANGING), "")
     if not verb or not _OWN.isdisjoint(words):
-        role = 0
-    elif verb in _CHANGING:
-        role = CHANGES
-    else:
-        role = READS if _CHANGING.isdisjoint(words) else 0
-    if len(name) <= _LONGEST_ROLE:
-        _ROLES.put(name, role)
-    return role
+        return 0
+    if verb in _CHANGING:
+        return CHANGES
+    return READS if _CHANGING.isdisjoint(words) else 0
 
 
 def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
