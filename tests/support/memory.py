@@ -34,8 +34,3 @@ def forget() -> None:
     """Have nothing known, as in a new process."""
     for memo in list_memos():
         memo.clear()
-
-
-def count_known() -> int:
-    """How many answers are remembered."""
-    return sum(map(len, list_memos()))

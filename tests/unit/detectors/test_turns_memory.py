@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from extproc.apis import open_conversation
 from extproc.detectors.actions import read_text_action
-from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.results import MAX_NORMALIZED
 from extproc.detectors.turn import MAX_ENTRY, decode_turn, get_failure_id
 from extproc.detectors.turns import Turns
@@ -18,7 +18,7 @@ from extproc.policy.bundle import LoopDetection
 from extproc.request.document import INSPECTION, STEP, UNITS, Document, NotCounted
 from tests.support.looping import encoded
 from tests.support.loops import WRITERS
-from tests.support.memory import count_known, forget
+from tests.support.memory import forget
 from tests.support.model_requests import BODIES, REQUESTS
 from tests.support.told import tell
 from tests.support.turn_writers import Did, as_chat
@@ -171,16 +171,16 @@ def test_policies_that_take_other_arguments_for_thoughts_share_nothing() -> None
         assert read_text_action(text, frozenset({"plan"}))[1].endswith(b'{"command":"ls","why":"to see"}')
 
 
-@pytest.mark.parametrize(("length", "known"), [(768, 1), (769, 0)])
-def test_long_texts_are_not_remembered(length: int, known: int) -> None:
-    """A long text of an assistant cannot fill the memory: the bound is in bytes."""
-    forget()
-    text = "\u00e9" * (length // 2) + "x" * (length % 2)
+@pytest.mark.parametrize(("names", "known"), [(["a"] * 9, True), (list("abcdefgh"), True), (list("abcdefghi"), False)])
+def test_actions_of_many_tools_are_not_remembered(names: list[str], known: bool) -> None:
+    """A message with many names cannot fill the memory."""
+    document = Document(encoded(as_chat([Did(tuple([(name, {}) for name in names]), ("seen",) * len(names))])))
 
-    found = [read_text_action(text, THOUGHTS) for _ in range(2)]
+    DETECTORS[0].compare_in_session(document)
 
-    assert found[0] == found[1]
-    assert count_known() == known
+    conversation = open_conversation(document)
+    (action,) = [facts.action for facts in conversation.list_facts(0, len(conversation)) if facts.speaker == "assistant"]
+    assert (action is not None) == known
 
 
 def _entry(result: str, tool: str = "", said: str = "") -> bytes:
