@@ -275,10 +275,10 @@ class Reservation:
         taken: the answer; None before.
     """
 
-    def __init__(self, rule: BudgetRule, limit: BudgetLimit, take: Take, tenant: str) -> None:
+    def __init__(self, rule: BudgetRule, limit: BudgetLimit, key: str, amount: int, tenant: str) -> None:
         self.rule = rule
         self.limit = limit
-        self.take = take
+        self.take = limit.make_take(key, amount)
         self.tenant = tenant
         self.taken: Taken | None = None
 
@@ -450,11 +450,6 @@ def _find_stage(reserved: Reservation) -> BudgetStage | None:
         if used >= stage.percent:
             return stage
     return None
-
-
-def reserve(rule: BudgetRule, limit: BudgetLimit, amount: int, scope: str, tenant: str, renewed: str) -> Reservation:  # noqa: PLR0913  # everything that decides
-    """What a request takes from a limit, in its units; `renewed` is the tenant's hash, as keys have it."""
-    return Reservation(rule, limit, limit.make_take(f"{limit.place}{scope}:{renewed}", amount), tenant)
 
 
 def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject:

@@ -17,7 +17,6 @@ from extproc.budgets.guard import (
     BudgetRules,
     Reservation,
     read_hint,
-    reserve,
 )
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
@@ -42,7 +41,6 @@ class BudgetGuard(Guard):
         estimate: tokens of the request, as far as a rule depends on them.
         lacks_caller: a rule does not count the request, because it does not tell who pays.
         reserved: what the request takes from each budget; nothing if it is not counted.
-        model: the model in the request; empty for none.
         request: the request.
         root: the name of the session at the root of its agents; empty for none, or if no cost is measured.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
@@ -52,7 +50,6 @@ class BudgetGuard(Guard):
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
         self.budget: BudgetRules = budget.guard
         self.reserved: list[Reservation] = []
-        self.model = ""
         self.lacks_caller = False
         self.oversize: BudgetSubject | None = None
         self.needs_body = budget.needs_body
@@ -92,7 +89,10 @@ class BudgetGuard(Guard):
         """
         request, policy = self.request, self.plan.id
         calls = not self.budget.needs_body or (request.method != "HEAD" and read_path(request.path).asks_model)
-        for planned in self._plan.choose(request):
+        asked = self._plan.choose(request)
+        if self.budget.breaker is not None and (calls or not self.budget.breaker_rule.cost.measured):
+            asked = [*asked, self._plan.breaker or EVERYONE]
+        for planned in asked:
             if planned.rule.cost.measured and not calls:
                 continue  # nothing is used that could be measured
             values = self.values if self.plan.tells_apart_as(planned, self.values) else planned.read(request, policy, missing)
@@ -100,17 +100,6 @@ class BudgetGuard(Guard):
                 self._chosen.append((planned, values))
             else:
                 self.lacks_caller = True
-        breaker = self._plan.breaker
-        if self.budget.breaker is not None and (calls or not self.budget.breaker_rule.cost.measured):
-            spender: Values | None = []
-            if breaker is not None:
-                spender = breaker.read(request, policy, missing)
-                if spender is not None:
-                    self._chosen.append((breaker, spender))
-                else:
-                    self.lacks_caller = True
-            else:
-                self._chosen.append((EVERYONE, []))
         return self.is_needed
 
     def goes_on_without_body(self) -> bool:
@@ -130,7 +119,7 @@ class BudgetGuard(Guard):
             document = None
         first = self.first
         if isinstance(first, BudgetGuard):
-            self.estimate, self.model = first.estimate, first.model
+            self.estimate = first.estimate
         else:
             self.estimate = self._estimate(exchange, document)
         estimate = self.estimate
@@ -165,14 +154,15 @@ class BudgetGuard(Guard):
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
                 amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)
-                reserved.append(reserve(self.budget.breaker_rule, breaker, amount, scope, tenant, renewed))
+                key = f"{breaker.place}{scope}:{renewed}"
+                reserved.append(Reservation(self.budget.breaker_rule, breaker, key, amount, tenant))
             return
         rule = planned.rule
         if rule.cost.measured:
             self.oversize = self.oversize or rule.find_oversize(plain, rule.find_answer(plain))
         for limit in rule.limits:
             amount = limit.flat or self._find_amount(rule, limit, estimate)
-            each = reserve(rule, limit, amount, scope, tenant, renewed)
+            each = Reservation(rule, limit, f"{limit.place}{scope}:{renewed}", amount, tenant)
             if orders and (raised := sum_raises(orders, rule.name)):
                 each.take = each.take.raise_limit(round(raised * limit.units))
             reserved.append(each)
@@ -203,8 +193,8 @@ class BudgetGuard(Guard):
         prompt = estimate_prompt(document, size)
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self.request))
-        self.model = cut_text(find_model(self.request.path, options.model), LONGEST_MODEL)
-        return Estimate(prompt, options.longest, self.model, options.copies)
+        model = cut_text(find_model(self.request.path, options.model), LONGEST_MODEL)
+        return Estimate(prompt, options.longest, model, options.copies)
 
     def name_request(self) -> None:
         """See `Guard`; worked out on demand."""
@@ -214,10 +204,7 @@ class BudgetGuard(Guard):
 
     def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
         """See `Guard`."""
-        for each in self.reserved:
-            if each.is_refused:
-                self.name_request()
-        if self.oversize is not None:
+        if self.oversize is not None or [each for each in self.reserved if each.is_refused]:
             self.name_request()
         outcome = self.budget.judge(self.fingerprint, self.tenant, self.reserved, self.oversize)
         self.subject = outcome.subject

@@ -168,8 +168,8 @@ def _describe_budget(budget: BudgetGuard) -> dict[str, object] | None:
     if not reserved:
         return None
     found: dict[str, object] = {BUDGETS: reserved, "policy": budget.plan.id, "mode": budget.budget.mode}
-    found |= {"model": budget.model, "call": CALLS.name().hex()}
     estimate = budget.estimate
+    found |= {"model": estimate.model, "call": CALLS.name().hex()}
     if estimate.answer and read_path(budget.request.path).longest_answers:
         found["most"] = estimate.answer * estimate.copies
     if budget.root and estimate.prompt:

@@ -120,9 +120,12 @@ def write_budgets(budgets: list[BudgetGuard], calls: str) -> bytes:
     alike = not (calls or own) and tokens is None and 0 <= seconds < _LONGEST
     told = limit.answers.get(left * _LONGEST + seconds) if alike else None
     if told is None:
-        numbers = zip(_KEYS, _write_rate_limit(policy, most // limit.units, left, seconds), strict=True)
-        more = [] if tokens is None else _list_token_limit(make_subject(tokens))
-        texts = [*numbers, (RULE, reserved.rule.name), *([(SESSIONS, calls)] if calls else []), *more]
+        texts = list(zip(_KEYS, _write_rate_limit(policy, most // limit.units, left, seconds), strict=True))
+        texts.insert(1, (RULE, reserved.rule.name))
+        if calls:
+            texts.append((SESSIONS, calls))
+        if tokens is not None:
+            texts += _list_token_limit(make_subject(tokens))
         told = write_entries([write_text(name, value) for name, value in texts])
         if alike:
             limit.answers.put(left * _LONGEST + seconds, told)
