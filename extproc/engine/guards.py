@@ -748,9 +748,7 @@ class SessionGuard(Guard):
             self._take_root(count.root)
         if count.limit or self.limiter.gives_notice:
             self.name_request()
-        if self.session == UNNAMED:
-            return self._know(self.limiter.judge_unnamed(self.fingerprint, self.tenant, count))
-        if not count.limit and not self.is_allowed:
+        if not count.limit and self.session != UNNAMED and not self.is_allowed:
             self.narrowing = self._find_narrowing(count)
         outcome = self.limiter.judge(
             self.fingerprint, self.tenant, count, self.calls, self._grants, self.session, self._agent_limits

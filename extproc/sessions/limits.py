@@ -412,8 +412,11 @@ class SessionLimiter:
     def extend_agents(self, granted: tuple[int, int, int, int]) -> AgentLimits:
         """The limits of a session's agents, raised by these amounts, in the order of `AGENT_LIMITS`."""
         limits = self.agent_limits or NO_LIMITS
-        given = limits.depth, limits.agents, limits.concurrent, limits.spawns
-        depth, agents, concurrent, spawns = [_raise(limit, more) for limit, more in zip(given, granted, strict=True)]
+        given = zip((limits.depth, limits.agents, limits.concurrent, limits.spawns), granted, strict=True)
+        # As high as trees are exact; -1 stays unlimited.
+        depth, agents, concurrent, spawns = [
+            limit if limit == _NONE else min(limit + more, MOST_AGENTS) for limit, more in given
+        ]
         return AgentLimits(depth, agents, concurrent, spawns, limits.idle_ms)
 
     def judge(  # noqa: PLR0913  # all that the refusal tells
@@ -428,28 +431,23 @@ class SessionLimiter:
     ) -> Outcome:
         """The verdict on a request that the store has counted."""
         if standing.waits:
-            return self._make_waiting(fingerprint, tenant, standing)
+            waiting = WaitingSubject(MAX_COST, standing.used, standing.allowed)
+            return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, waiting, RETRY_SECONDS)
         if standing.limit:
             limit, tool = LIMITS[standing.limit], self._find_tool_name(standing.tool, calls)
-            ask_for = write_grant(session, tenant, limit, tool, standing.used, standing.allowed)
-            subject = SessionSubject(limit, standing.used, standing.allowed, tool, ask_for=ask_for)
+            if session == UNNAMED:
+                subject: SessionSubject = UnnamedSubject(limit, standing.used, standing.allowed)
+            else:
+                ask_for = write_grant(session, tenant, limit, tool, standing.used, standing.allowed)
+                subject = SessionSubject(limit, standing.used, standing.allowed, tool, ask_for=ask_for)
             return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
-        action, met = Action.STEER, _find_notice(self._steer, standing)
-        if not met:
-            action, met = Action.WARN, _find_notice(self._warn, standing)
-        if not met:
-            return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
-        subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants, agent_limits))
-        return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
-
-    def judge_unnamed(self, fingerprint: str, tenant: str, standing: Standing) -> Outcome:
-        """The verdict on a counted request that names no session."""
-        if not standing.limit:
-            return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
-        if standing.waits:
-            return self._make_waiting(fingerprint, tenant, standing)
-        subject = UnnamedSubject(LIMITS[standing.limit], standing.used, standing.allowed)
-        return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
+        if self.gives_notice and session != UNNAMED:
+            for action, notice in ((Action.STEER, self._steer), (Action.WARN, self._warn)):
+                if met := _find_notice(notice, standing):
+                    allowed = self._read_allowed(met, grants, agent_limits)
+                    subject = SessionSubject(met, _read_used(standing, met), allowed)
+                    return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
+        return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
 
     def find_narrowing(
         self, standing: Standing, limits: Limits, grants: tuple[int, int, int], calls: CallHistory
@@ -546,11 +544,6 @@ class SessionLimiter:
             return ""
         return self._tool_names.get(digest) or next((name for known, name in calls.tools if known == digest), "")
 
-    def _make_waiting(self, fingerprint: str, tenant: str, standing: Standing) -> Outcome:
-        """The verdict on a request that only reservations refuse."""
-        subject = WaitingSubject(MAX_COST, standing.used, standing.allowed)
-        return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject, RETRY_SECONDS)
-
     def _make_outcome(  # noqa: PLR0913  # all that an outcome tells
         self,
         action: Action,
@@ -607,11 +600,6 @@ def _compile_agents(limits: SessionLimits) -> AgentLimits:
         _or_none(limits.max_spawns_per_minute),
         limits.agent_idle_seconds * 1000,
     )
-
-
-def _raise(limit: int, more: int) -> int:
-    """A limit of agents with a grant, as high as trees are exact; -1 stays unlimited."""
-    return limit if limit == _NONE else min(limit + more, MOST_AGENTS)
 
 
 def _list_agent_limits(limits: AgentLimits) -> list[tuple[str, str, int]]:
