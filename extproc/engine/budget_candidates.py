@@ -196,6 +196,10 @@ class BudgetGuard(Guard):
         model = cut_text(find_model(self.request.path, options.model), LONGEST_MODEL)
         return Estimate(prompt, options.longest, model, options.copies)
 
+    def let_go(self) -> None:
+        """See `Guard`."""
+        self._exchange = None
+
     def name_request(self) -> None:
         """See `Guard`; worked out on demand."""
         exchange = self._exchange

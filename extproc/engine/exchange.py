@@ -57,6 +57,14 @@ _SHARE: Final = b"steer_share"
 _SHARE_BYTES: Final = 8
 
 
+# What Envoy lets Loopguard do about a request's body.
+PASSING: Final = 0  # it passes on its own, or there is none: the request can be refused, but not edited
+BUFFERED: Final = 1  # Envoy keeps it, and accepts an edited one
+HELD: Final = 2  # it is held here, to be handed back, perhaps edited
+SENT_ON: Final = 3  # a part of it has been sent on: the request can only be warned about
+OBSERVED: Final = 4  # Envoy shows it, but does not wait for answers
+
+
 class Guards:
     """The enforcing guards of a request, or its shadow guards.
 
@@ -391,6 +399,14 @@ class Exchange(Reading):
     """One request under way.
 
     Attributes:
+        state: what Envoy lets Loopguard do about the body.
+        started: when its newest message came, by `perf_counter`.
+        record: what `--record` keeps of it; None without that.
+        raw: its body as it came, if it may be edited.
+        unknown: why it is not known.
+        delayed: it has a place among the delayed requests.
+        tenant: whose place that is.
+        waits: its answer is delayed and not sent yet; what it has reserved is given back if it never is.
         content: its body, if a policy may inspect it.
         document: the parsed body, once a policy may have read it; None if it differs from the bytes that were sent.
         enforcing: the guards whose verdict is the answer.
@@ -414,6 +430,13 @@ class Exchange(Reading):
 
     def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
         super().__init__(request, scope)
+        self.state = PASSING
+        self.started = 0.0
+        self.record: dict[str, Any] | None = None
+        self.raw: bytes | memoryview | None = None
+        self.unknown = ""
+        self.delayed = self.waits = False
+        self.tenant = ""
         self.content: bytes | memoryview | None = None
         self.document: Document | None = None
         self.settles = False
@@ -421,6 +444,7 @@ class Exchange(Reading):
         self.shadow = Guards(shadow=True)
         self.groups = [self.enforcing, self.shadow]
         self.inspects = 0
+        self._shown = 0  # the same for enforcing policies
         self.steers = 0
         self.reads_ends = False
         self.paired = False
@@ -433,7 +457,8 @@ class Exchange(Reading):
         self.conversation_key: tuple[str, ...] = ()
         self.plans: Sequence[Plan] = ()
         self._key = key
-        self._earlier: Exchange | None = None
+        self._earlier: Exchange | None = None  # the part that was decided without the body
+        self._rest: Exchange | None = None  # the part that waits for it
         self._last: Guard | None = None
         self.is_overridden = False
         self._cause: tuple[Repeat, Cause | None] | None = None
@@ -463,6 +488,17 @@ class Exchange(Reading):
         if self.conversation_key or self._earlier is None:
             return self.conversation_key
         return self._earlier.conversation_key
+
+    @property
+    def shown(self) -> bytes | memoryview | None:
+        """The content for refusals, which do not depend on bodies that only shadow policies inspect."""
+        content = self.content
+        return content if content is not None and len(content) <= self._shown else None
+
+    @property
+    def may_be_edited(self) -> bool:
+        """Whether an enforcing policy may have to change its body for other reasons than a loop."""
+        return self.is_narrowed or self.asks_usage
 
     @property
     def is_narrowed(self) -> bool:
@@ -500,8 +536,7 @@ class Exchange(Reading):
             self.counts_failed = self.counts_failed and plan.counts_failed
             self.leaves_out_notes = self.leaves_out_notes or plan.leaves_out_notes
             if plan.needs_body:
-                self.inspects = max(self.inspects, plan.inspects)
-                self.steers = max(self.steers, plan.steers)
+                self._look_at(plan)
                 self.reads_ends = self.reads_ends or plan.reads_ends
         if plan.budget is not None:
             self._admit_budget(plan, plan.budget, group)
@@ -512,7 +547,13 @@ class Exchange(Reading):
         if group.budgets:
             self.settles = self.settles or budget.guard.needs_body
         if budget.needs_body or budget.guard.steers or budget.guard.asks_usage:
-            self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
+            self._look_at(plan)
+
+    def _look_at(self, plan: Plan) -> None:
+        """Keep bodies of the length that the plan needs."""
+        self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
+        if not plan.shadow:
+            self._shown = max(self._shown, plan.inspects)
 
     def apply_overrides(self, standing: Overrides, now: float) -> None:
         """Apply operators' orders, before the body is read; `now` in seconds since 1970."""
@@ -532,7 +573,8 @@ class Exchange(Reading):
         watching.settles = self.settles
         watching.paired, watching.counts_failed = self.paired, self.counts_failed
         watching.plans = self.plans
-        watching._earlier = self
+        watching.state, watching.record = self.state, self.record
+        watching._earlier, self._rest = self, watching
         return watching
 
     def read_body(  # noqa: PLR0913  # everything known about a body
@@ -643,7 +685,7 @@ class Exchange(Reading):
 
     def frame_answer(self, outcome: Outcome, text: str) -> str:
         """Write a text as an answer in the model's place, so that it is recognized later; unchanged if that is impossible."""
-        data = self.content
+        data = self.shown
         if data is None or (self.plain is not None and self.plain.shortened):
             return text
         try:
@@ -740,6 +782,16 @@ class Exchange(Reading):
         """Leave the request uncounted."""
         for group in self.groups:
             group.give_up(reason)
+
+    def let_go(self) -> None:
+        """Free the request when its stream has ended. Else only the garbage collector would, because guards refer to it."""
+        for session in self.sessions:
+            session.let_go()
+        for budget in self.budgets:
+            budget.let_go()
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.let_go()
 
     def list_left_out(self) -> list[tuple[str, str, str]]:
         """(policy, detector, reason) of those that matched but do not count this request."""

@@ -259,6 +259,9 @@ class Guard:
         """
         raise NotImplementedError
 
+    def let_go(self) -> None:
+        """Drop the request, which has ended."""
+
     def name_request(self) -> None:
         """Work out fingerprint and tenant, if `read` has not."""
 
@@ -730,6 +733,10 @@ class SessionGuard(Guard):
             return place.identify(self.calls.offer)
         own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task do not repeat each other
         return identify(exchange.head, exchange.sums, own if self.agent.hangs and own else sum_up(session) ^ own)
+
+    def let_go(self) -> None:
+        """See `Guard`."""
+        self._exchange = None
 
     def name_request(self) -> None:
         """See `Guard`; worked out on demand, because it is rarely needed and expensive."""

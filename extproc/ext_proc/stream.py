@@ -18,14 +18,28 @@ from google.protobuf.message import DecodeError
 
 from extproc.apis import LIST_PATHS
 from extproc.apis.excerpt import Excerpt
-from extproc.engine.exchange import Exchange
+from extproc.engine.exchange import BUFFERED, HELD, OBSERVED, SENT_ON, Exchange
 from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_names
 from extproc.errors import ProtocolError
 from extproc.ext_proc.answers.go_on import LAST_HEADERS, end_headers, hand_back, hand_on, let_go_on
 from extproc.ext_proc.duplex import HELD_BYTES, Duplex, write_parts
 from extproc.ext_proc.held import HeldBody
+from extproc.ext_proc.judging import (
+    DONE,
+    GO_ON,
+    HEADERS,
+    Later,
+    MaybeLater,
+    Reply,
+    block,
+    close,
+    fail,
+    judge,
+    kill,
+    match,
+    sum_up,
+)
 from extproc.ext_proc.service import Service, Waiting
-from extproc.ext_proc.transaction import DONE, GO_ON, HEADERS, Later, MaybeLater, Reply, Transaction
 from extproc.ext_proc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Upload, is_framed
 from extproc.ext_proc.wire import (
     BODY_BUFFERED,
@@ -97,8 +111,9 @@ class Stream(Waiting):
             self._read_metadata(name, value)
         overloaded = service.streams - service.given_up >= service.settings.max_streams
         self._overloaded = overloaded and not service.make_room()
-        self._transaction = Transaction(service)
-        self._evaluation: Exchange | None = None  # waits for the body
+        self._started = 0.0  # when the newest message came, by `perf_counter`
+        self._exchange: Exchange | None = None
+        self._waiting: Exchange | None = None  # the exchange, or the shadow part of it, while it waits for its body
         self._upload: Upload | None = None
         self._body_mode = BODY_UNTOLD
         self._duplex: Duplex | None = None  # bodies to hand back
@@ -123,7 +138,9 @@ class Stream(Waiting):
         Raises:
             ProtocolError: the bytes are not a ProcessingRequest.
         """
-        self._transaction.started = _now()
+        self._started = _now()
+        if self._waiting is not None:
+            self._waiting.started = self._started
         try:
             message = parse_message(data)
         except DecodeError as error:
@@ -138,13 +155,13 @@ class Stream(Waiting):
             duplex = self._duplex = Duplex(message)
         if duplex is not None and duplex.follow(message) and not (duplex.holds and kind == "request_body"):
             duplex.part = hand_back(kind, cut_body(data, kind))
-            if self._evaluation is None or kind != "request_body":
+            if self._waiting is None or kind != "request_body":
                 return self._stay(Reply(b"", done=duplex.over))
         try:
             reply = self._handle(message, kind)
         except Exception as error:  # noqa: BLE001  # no error may stop the request
             self._stop_waiting()
-            reply = self._transaction.fail(self._let_held_go(message, kind), error)
+            reply = fail(self._service, self._let_held_go(message, kind), error)
         return reply if duplex is None else self._stay_open(reply)
 
     def _handle(self, message: EnvoyMessage, kind: str) -> MaybeLater:
@@ -157,7 +174,7 @@ class Stream(Waiting):
             return self._on_request_headers(message, kind)
         if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a new set at each call
             return self._on_request_body(message, kind)
-        if not self._transaction.holds:  # else it is Envoy's own, and its request ends
+        if self._duplex is None or not self._duplex.holds:  # else it is Envoy's own, and its request ends
             # The request was answered before its body arrived, or Envoy sends no bodies.
             self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]
@@ -177,13 +194,13 @@ class Stream(Waiting):
     def _stay(self, reply: Reply) -> Reply:
         """The same reply with what is handed back, and without the end of the stream if there is more to hand back."""
         duplex = self._duplex
-        if duplex is None or self._transaction.ended or reply.answer is None:
+        if duplex is None or reply.refuses or reply.answer is None:
             return reply
         if reply.done:
             self._stop_deciding()
         answers = [*duplex.before, duplex.part + reply.join_answer()]
         if duplex.whole is not None:
-            answers += duplex.write_whole(self._transaction.edited, _TRAILERS)
+            answers += duplex.write_whole(reply.edited, _TRAILERS)
         duplex.before, duplex.part = [], b""
         first = b"" if duplex.untimed else reply.first
         return Reply(answers[0], done=reply.done and duplex.over, hold_ms=reply.hold_ms, first=first, rest=answers[1:])
@@ -199,10 +216,12 @@ class Stream(Waiting):
         self._service.streams -= 1
         if not self._decides:
             self._service.given_up -= 1
-        if self._evaluation is not None or self._upload is not None:
+        if self._waiting is not None or self._upload is not None:
             # If Envoy did not say whether it sends bodies, this can be either.
             self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
-        self._transaction.close()
+        if self._exchange is not None:
+            close(self._service, self._exchange)
+            self._exchange = None
 
     @property
     def carries(self) -> bool:
@@ -223,8 +242,9 @@ class Stream(Waiting):
         return messages
 
     def end_hold(self) -> None:
-        """The held answer is sent now; see `Transaction.end_hold`."""
-        self._transaction.end_hold()
+        """The delayed answer is sent now, so the request continues, even if the client has left."""
+        if self._exchange is not None:
+            self._exchange.waits = False
 
     def give_up(self, reason: str) -> None:
         """See `Waiting`."""
@@ -237,52 +257,58 @@ class Stream(Waiting):
 
     def _on_request_headers(self, message: EnvoyMessage, last: str) -> MaybeLater:
         """Match the policies. `last` is the phase to answer if no body follows."""
-        if self._evaluation is not None or self.given_up:
+        if self._waiting is not None or self.given_up:
             return DONE[last]
-        service, transaction = self._service, self._transaction
-        transaction.observed = message.observed
+        service = self._service
         request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
         policy_json = message.read_attribute(POLICY_ATTRIBUTE)
         handed_over = service.compile_handed_over(policy_json) if policy_json is not None else None
         if self._engine.has_switches or handed_over is not None:
             switch = self._engine.find_switch(request, time(), handed_over)
-            if switch is not None and (killed := transaction.kill(request, switch)) is not None:
+            if switch is not None and (killed := kill(service, request, switch, self._started)) is not None:
                 return killed
-        exchange = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
-        return self._on_policies(exchange, message, last) if exchange is not None else DONE[last]
+        exchange = match(service, self._engine, request, self._scope, self._pinned, handed_over)
+        if exchange is None:
+            return DONE[last]
+        exchange.started = self._started
+        if message.observed:
+            exchange.state = OBSERVED
+        self._exchange = exchange
+        return self._on_policies(exchange, message, last)
 
     def _on_policies(self, exchange: Exchange, message: EnvoyMessage, last: str) -> MaybeLater:
         """Judge the request by the matching policies, now or once its body is complete."""
-        transaction, standing = self._transaction, self._service.overrides
+        service, standing = self._service, self._service.overrides
         if standing is not None:
             exchange.apply_overrides(standing, time())
-            if standing.blocks_heads and (blocked := transaction.block(exchange)) is not None:
+            if standing.blocks_heads and (blocked := block(service, exchange)) is not None:
                 return blocked
         websocket = exchange.request.opens_responses
         if message.ended and not websocket:
-            return transaction.judge(last, exchange, NO_BODY, content=b"")
+            return judge(service, last, exchange, NO_BODY, content=b"")
         enforcing, shadow = exchange.enforcing, exchange.shadow
         if websocket or not (enforcing.needs_body or shadow.needs_body):
-            return transaction.judge(last, exchange, None, RESPONSES_WEBSOCKET if websocket else "")
+            return judge(service, last, exchange, None, RESPONSES_WEBSOCKET if websocket else "")
         self._body_mode = message.body_mode
         reason = explain_unknowable_body(exchange.request) or _NOT_WHOLE.get(self._body_mode, "")
-        if not reason and self._service.released:
+        if not reason and service.released:
             reason = "shutdown"
         if reason:
-            return transaction.judge(last, exchange, None, reason)
-        transaction.buffered = self._body_mode == BODY_BUFFERED
+            return judge(service, last, exchange, None, reason)
+        if self._body_mode == BODY_BUFFERED and not message.observed:
+            exchange.state = BUFFERED
         if enforcing.active and not enforcing.needs_body:
             return self._answer_before_body(exchange)
         duplex, reply = self._duplex, GO_ON["request_headers"]
         if duplex is not None and self._body_mode == BODY_DUPLEX:  # the headers wait with a body that Envoy does not keep
-            duplex.holds = transaction.holds = True
+            duplex.holds, exchange.state = True, HELD
             reply = _HELD
         return self._wait_for_body(exchange, reply)
 
     def _answer_before_body(self, exchange: Exchange) -> MaybeLater:
         """Answer for the enforcing policies at once, even if shadow policies wait for the body."""
         watching = exchange.split()
-        reply = self._transaction.judge("request_headers", exchange, None, _DECIDED_BEFORE)
+        reply = judge(self._service, "request_headers", exchange, None, _DECIDED_BEFORE)
         if isinstance(reply, Reply):
             return self._wait_for_body(watching, reply)
         return self._watch_later(reply, watching)
@@ -292,20 +318,21 @@ class Stream(Waiting):
 
     def _wait_for_body(self, exchange: Exchange, reply: Reply) -> Reply:
         """Answer the headers and wait for the body, unless the answer ends the request."""
-        if self._transaction.ended or reply.hold_ms:
+        if reply.refuses or reply.hold_ms:
             exchange.give_up(_DECIDED_BEFORE)
             self._service.reporter.report_uncounted(exchange)
-            if reply.answer is not None and not self._transaction.ended and self._body_mode == BODY_BUFFERED_PARTIAL:
+            if reply.answer is not None and not reply.refuses and self._body_mode == BODY_BUFFERED_PARTIAL:
                 return Reply(end_headers(reply.join_answer()), done=True, hold_ms=reply.hold_ms, first=reply.first)
             return reply
-        self._evaluation = exchange
+        self._waiting = exchange
         self._service.waiting[self] = None
-        self._transaction.late = self._body_mode == BODY_DUPLEX and not self._transaction.holds
+        if self._body_mode == BODY_DUPLEX and exchange.state != HELD:
+            exchange.state = SENT_ON
         return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
         """Judge the request once its body is complete, usually in one message, or is known to be cut off."""
-        exchange = self._evaluation
+        exchange = self._waiting
         if exchange is None:
             return DONE[kind]
         chunk = message.body
@@ -313,14 +340,14 @@ class Stream(Waiting):
         duplex = self._duplex
         if duplex is not None and duplex.holds:
             return self._on_held(kind, duplex, exchange, message)
-        if self._upload is not None or not (ended or self._transaction.buffered) or is_grpc(exchange.request):
+        if self._upload is not None or not (ended or exchange.state == BUFFERED) or is_grpc(exchange.request):
             return self._on_chunk(kind, exchange, chunk, ended=ended)
         self._stop_waiting()
-        keeps = max(exchange.inspects, exchange.steers) if self._transaction.buffered else exchange.inspects
+        keeps = max(exchange.inspects, exchange.steers) if exchange.state == BUFFERED else exchange.inspects
         content = chunk if len(chunk) <= keeps or (exchange.reads_ends and exchange.is_plain) else None
         encoded = "content-encoding" in exchange.request.headers
-        sums = self._transaction.sum_up(exchange, chunk) if encoded else NO_BODY.plus(chunk)
-        return self._transaction.judge(kind, exchange, sums, content=content)
+        sums = sum_up(self._service, exchange, chunk) if encoded else NO_BODY.plus(chunk)
+        return judge(self._service, kind, exchange, sums, content=content)
 
     def _on_held(self, kind: str, duplex: Duplex, exchange: Exchange, message: EnvoyMessage) -> MaybeLater:
         """Hold another chunk of a body, or judge the request at the body's end."""
@@ -342,16 +369,16 @@ class Stream(Waiting):
         pieces = duplex.whole = held.take()
         duplex.has_trailers = kind == "request_trailers"
         if framed:
-            return self._transaction.judge("request_headers", exchange, None, "grpc")
+            return judge(self._service, "request_headers", exchange, None, "grpc")
         encoded = "content-encoding" in exchange.request.headers
         content: bytes | memoryview | None = None
         reads = sums.length <= max(exchange.inspects, exchange.steers) or (exchange.reads_ends and exchange.is_plain)
         if reads or encoded:
             content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if encoded and content is not None:
-            sums = self._transaction.sum_up(exchange, content)
+            sums = sum_up(self._service, exchange, content)
             content = content if reads else None
-        return self._transaction.judge("request_headers", exchange, sums, content=content)
+        return judge(self._service, "request_headers", exchange, sums, content=content)
 
     def hand_on(self) -> None:
         """See `Waiting`."""
@@ -361,13 +388,14 @@ class Stream(Waiting):
 
     def _send_on(self, *, inspects: bool) -> None:
         """Send on what is held of a body that has not ended, and the rest as it comes. With `inspects`, it can be inspected."""
-        duplex, exchange = self._duplex, self._evaluation
+        duplex, exchange = self._duplex, self._waiting
         if duplex is None or not duplex.holds:
             return
-        duplex.holds = self._transaction.holds = False
-        self._transaction.late = True
+        duplex.holds = False
         duplex.before = [_HEADERS]
         held = duplex.held
+        if exchange is not None:
+            exchange.state = SENT_ON
         if held is not None and exchange is not None:
             start, pieces = held.read_start(), held.take()
             duplex.before += write_parts(pieces, ended=False)
@@ -388,7 +416,7 @@ class Stream(Waiting):
             duplex.before += write_parts(duplex.held.take(), ended=False)
         if kind == "request_body":
             duplex.part = hand_on([message.body], ended=message.ended)
-        duplex.holds = self._transaction.holds = False
+        duplex.holds = False
         return kind
 
     def _on_chunk(self, kind: str, exchange: Exchange, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
@@ -400,22 +428,22 @@ class Stream(Waiting):
             return GO_ON[kind]
         self._stop_waiting()
         if state == CUT_OFF:
-            return self._transaction.judge(kind, exchange, None, "body_truncated")
+            return judge(self._service, kind, exchange, None, "body_truncated")
         if is_grpc(exchange.request) and upload.is_framed:
-            return self._transaction.judge(kind, exchange, None, "grpc")
+            return judge(self._service, kind, exchange, None, "grpc")
         content, excerpt = upload.take_content()
         sums = upload.body
         if content is not None and not exchange.is_plain:
-            sums = self._transaction.sum_up(exchange, content)
-        return self._transaction.judge(kind, exchange, sums, content=content, excerpt=excerpt)
+            sums = sum_up(self._service, exchange, content)
+        return judge(self._service, kind, exchange, sums, content=content, excerpt=excerpt)
 
     def _start_upload(self, exchange: Exchange) -> Upload:
-        if self._transaction.observed and self._body_mode < 0:
+        if exchange.state == OBSERVED and self._body_mode < 0:
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         length = exchange.request.headers.get("content-length", b"")
         if self._body_mode == BODY_DUPLEX:
             length = b""  # it ends only when Envoy says so, because every part has to be handed back
-        keeps = max(exchange.inspects, exchange.steers) if self._transaction.buffered else exchange.inspects
+        keeps = max(exchange.inspects, exchange.steers) if exchange.state == BUFFERED else exchange.inspects
         if not exchange.is_plain:
             keeps = max(keeps, INSPECT_BYTES)  # to unpack it
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, self._open_excerpt(exchange, keeps))
@@ -426,7 +454,7 @@ class Stream(Waiting):
 
     def _stop_waiting(self) -> Exchange | None:
         """Remove and return the exchange that waits for the body, if any."""
-        exchange, self._evaluation = self._evaluation, None
+        exchange, self._waiting = self._waiting, None
         if exchange is not None:
             del self._service.waiting[self]
         return exchange

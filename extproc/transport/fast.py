@@ -21,9 +21,9 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
+from extproc.ext_proc.judging import Later, Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Later, Reply
 from extproc.logs import RateLimit, make_extra
 from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse

@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 
 from extproc.errors import LoopguardError, ProtocolError
+from extproc.ext_proc.judging import Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Reply
 from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.settings import Address, SubjectName

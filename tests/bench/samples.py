@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from extproc.engine.engine import Engine
+from extproc.ext_proc.judging import Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Reply
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse
 from extproc.pb.processing_mode_pb2 import ProcessingMode

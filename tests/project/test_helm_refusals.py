@@ -15,7 +15,7 @@ import pytest
 from extproc.engine.engine import Engine
 from extproc.engine.handover import HandedOver
 from extproc.errors import BundleErrors, UsageError
-from extproc.ext_proc.transaction import HOLD_MARGIN_MS
+from extproc.ext_proc.judging import HOLD_MARGIN_MS
 from extproc.metrics import Metrics
 from extproc.policy.bundle import MAX_DELAY_MS
 from extproc.policy.loader import parse

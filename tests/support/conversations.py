@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from extproc.detectors.turns import Turns
+from extproc.ext_proc.judging import Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Reply
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from tests.support.loops import WRITERS

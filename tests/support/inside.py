@@ -54,7 +54,7 @@ IMPORTED = {
         engine exchange guards handover orders plan ramp recording settlements
     """,
     "ext_proc": """
-        access_log budget duplex service stream transaction upload wire
+        access_log budget duplex judging service stream upload wire
     """,
     "ext_proc/answers": """
         go_on metadata

@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 
 from extproc.engine.guards import Kept
 from extproc.errors import StoreError
+from extproc.ext_proc.judging import Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Reply
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.settings import Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from extproc.ext_proc.transaction import HOLD_MARGIN_MS
+from extproc.ext_proc.judging import HOLD_MARGIN_MS
 from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Selector, Spec
 from extproc.policy.loader import PolicySet
 from extproc.request.secrets import CREDENTIAL, list_places

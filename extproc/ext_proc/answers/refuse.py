@@ -42,9 +42,9 @@ _UNAVAILABLE = 14
 def refuse(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> bytes:
     """The immediate response for the strictest outcome."""
     if isinstance(lead.subject, SessionSubject):
-        return refuse_session(lead, lead.subject, metadata, exchange.request, exchange.content)
+        return refuse_session(lead, lead.subject, metadata, exchange.request, exchange.shown)
     if isinstance(lead.subject, BudgetSubject):
-        return refuse_budget(lead, lead.subject, metadata, exchange.request, exchange.content)
+        return refuse_budget(lead, lead.subject, metadata, exchange.request, exchange.shown)
     return refuse_loop(lead, metadata, exchange)
 
 
@@ -96,12 +96,12 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> 
     message = write_loop_message(lead, request)
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
-    status = lead.refusal.status or choose_status(request, exchange.content, final=lead.retry_after is None)
+    status = lead.refusal.status or choose_status(request, exchange.shown, final=lead.retry_after is None)
     refusal = Refusal(status, message, reason.value, _LOOP, detail)
     framed = lead.subject.frame(message, request.read_header("accept"))
     if framed is None:
         answer = exchange.frame_answer(lead, message) if lead.refusal.completes else ""
-        framed = _frame(refusal, request, exchange.content, answer)
+        framed = _frame(refusal, request, exchange.shown, answer)
     headers = [
         # Together these stop SDKs that would sleep and retry, and still tell other clients when to retry.
         ("x-should-retry", "false"),

@@ -105,6 +105,10 @@ REPAIRS = {
     "body_mode": _FILTER,
     "overload": Repair("passed because Loopguard was full", "run more processes, or raise `serve --max-streams`"),
     "shutdown": Repair("passed because Loopguard was stopping", "raise `serve --drain-timeout`"),
+    "shadow_deadline": Repair(
+        "were answered before the store had counted them for a shadow policy",
+        "find out why the store is slow: loopguard_store_seconds",
+    ),
     "internal_error": Repair("passed because of an error in Loopguard", "report the error, which is in the log"),
 }
 

@@ -11,9 +11,9 @@ import pytest
 
 from extproc.budgets.costs import BUCKET_UNITS, Anchors
 from extproc.errors import PartlyAwayError, StoreError
+from extproc.ext_proc.judging import Later
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Later
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
 from tests.support.access_logs import make_record, write_lines

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.ext_proc.duplex import HELD_BYTES
+from extproc.ext_proc.judging import Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Reply
 from extproc.ext_proc.upload import UploadMemory
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
 from tests.support.documents import policy
