@@ -1,9 +1,14 @@
-"""One request on its way through the policies that match it.
+"""One request on its way: bytes, exchange, guards read, store, guards judge, decision, answer.
 
-Pure: no clock, no asyncio, no store. The caller runs the steps: `admit` the policies, `read_body`, let the store count the hits
-of each group, `decide`. Enforcing and shadow guards stay in two separate groups, so that a shadow policy can never affect
-the answer. The methods of a group catch the failures of its guards: such a guard is removed, and the other verdicts
-stand.
+1. `Engine.prepare` makes an exchange of the head, and `admit` makes guards of each policy that matches.
+2. `apply_overrides` looks up operators' orders about it.
+3. `read_body` opens the body, and lets every guard read it and say what to ask the store.
+4. The store is asked for each group: `list_pushes`, whose answers `recall` takes, then `list_hits`.
+5. `decide` takes these answers: each guard judges, and the strictest outcome leads.
+
+Pure: no clock, no asyncio, no store; the caller runs the steps. Enforcing and shadow guards are in separate groups, and only
+the former decide, so that a shadow policy can never affect the answer. The methods of a group catch the failures of its guards:
+such a guard is removed, and the other verdicts stand.
 """
 
 from __future__ import annotations
