@@ -41,8 +41,6 @@ class Locations:
             raise NotCounted(AMBIGUOUS)
         for shape, given in found:
             if shape.locate is None or patch.is_list(given) or shape.take(patch.read_text(given)):
-                if patch.around is not None:
-                    patch.around.shape = shape
                 return shape, given
         raise NotCounted("no_messages")
 
@@ -59,21 +57,13 @@ class Locations:
         Raises:
             NotCounted: there is no conversation, or it is ambiguous or too large.
         """
-        known = find_known(document, patch.data)
-        shape = patch.around.shape if patch.around is not None else None
-        if known is not None and isinstance(shape, Shape):  # found before, around other messages
-            newest = _read_known(patch, known)
-        else:
-            shape, given = self.find_conversation(patch)
-            if patch.is_text(given):
-                return [Place(given)] if shape.locate is not None else []
-            found = document.conversation if document is not None else None
-            skips = isinstance(found, Conversation) and found.prefilled
-            newest = _read_newest(patch, shape, given, skips=skips) if known is None else _read_known(patch, known)
+        shape, given = self.find_conversation(patch)
         if shape.locate is None:
             return []
+        if patch.is_text(given):
+            return [Place(given)]
         places: list[Place] = []
-        for speaker, message, whole in newest:
+        for speaker, message, whole in _read_newest(patch, shape, given, document):
             if speaker:
                 places += [place for place in shape.locate(patch, message, whole) if place.result or speaker == USER]
         if len(places) > 1:
@@ -87,38 +77,33 @@ def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | No
     return (locate_message(found, 0)[0], locate_message(found, len(found) - 1)[1]) if found is not None else None
 
 
-def _read_newest(patch: Patch, shape: Shape, given: Value, *, skips: bool) -> list[tuple[str, Any, Value]]:
+def _read_newest(patch: Patch, shape: Shape, given: Value, document: Document | None) -> list[tuple[str, Any, Value]]:
     """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
 
-    `skips`: a prefill is not the assistant's newest.
+    Only those are decoded if the offsets of all are known. A prefill is not the assistant's newest.
 
     Raises:
         NotCounted: they are ambiguous, or too large.
     """
+    known = find_known(document, patch.data)
+    items = patch.open_items(given) if known is None else []
+    read = document.conversation if document is not None else None
+    skips = isinstance(read, Conversation) and read.prefilled
     found: list[tuple[str, Any, Value]] = []
-    for whole in patch.open_newest(given):
-        message = read_message(patch, shape, patch.shorten(whole))
-        speaker = shape.name_speaker(message)
+    for place in range((len(items) if known is None else len(known)) - 1, -1, -1):
+        if known is None:
+            message = read_message(patch, shape, patch.read_raw(items[place]))
+            speaker, start, end = shape.name_speaker(message), items[place].start, items[place].end
+        else:
+            message, speaker, (start, end) = None, known.find_facts(place).speaker, locate_message(known, place)
         if skips and speaker == ASSISTANT:
             skips = False
             continue
         if speaker == ASSISTANT or len(found) == _MAX_NEWEST:
             break
-        found.append((speaker, message, whole))
-    return found
-
-
-def _read_known(patch: Patch, conversation: Conversation) -> list[tuple[str, Any, Value]]:
-    """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
-    found: list[tuple[str, Any, Value]] = []
-    last = len(conversation) - (2 if conversation.prefilled else 1)
-    for place in range(last, max(last - _MAX_NEWEST, -1), -1):
-        speaker = conversation.find_facts(place).speaker
-        if speaker == ASSISTANT:
-            break
-        whole = patch.open_known(*locate_message(conversation, place))
+        whole = patch.open_element(start, end)
         patch.open_fields(whole)  # which fails if a key is repeated, in any message
-        found.append((speaker, conversation.open_message(place), whole))
+        found.append((speaker, known.open_message(place) if known is not None else message, whole))
     return found
 
 

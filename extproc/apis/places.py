@@ -37,7 +37,7 @@ class Place:
         self.around = around
         self.key = key
         self.result = result
-        self.offset = value.end - 1
+        self.offset = value.part.find(value.end - 1)
 
 
 def add_notes(patch: Patch, places: list[Place], note: bytes, *, separated: bool = True) -> None:

@@ -9,7 +9,7 @@ from time import thread_time
 from typing import NamedTuple, TypeAlias
 
 from extproc.ext_proc.changes.edits import NotEdited
-from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.narrow import Tools, narrow
 from extproc.ext_proc.changes.steer import steer
 from extproc.request.http import HttpRequest
 from extproc.request.patch import MAX_BYTES
@@ -168,7 +168,7 @@ def find_worst_note(*, quick: bool) -> Worst:
 def find_worst_narrowing(*, quick: bool) -> Worst:
     """The same of tools that are taken out, one of them or all."""
     request = HttpRequest("POST", "/v1/x")
-    edits: list[_Edit] = [lambda body: narrow(request, body, {"f"}), lambda body: narrow(request, body, None)]
+    edits: list[_Edit] = [lambda body: narrow(request, body, Tools({"f"})), lambda body: narrow(request, body, Tools(None))]
     return _find_worst("narrowing", _NARROWED, edits, quick=quick)
 
 

@@ -45,12 +45,13 @@ def canary(number: int = 1, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # a
 
 
 def budget(number: int = 0, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # as `policy`
-    """`policy` with session limits beside its detector, none of which is reached."""
+    """`policy` with session limits beside its detector, none of which is reached unless they are given."""
+    tools = loop.pop("max_calls_per_tool", {"send_email": 5})
     made = policy(number, **loop)
     limits = {
-        "max_steps": 1_000,
+        "max_steps": 1_000_000,
         "max_tool_calls": 1_000,
-        "max_calls_per_tool": {"send_email": 5},
+        "max_calls_per_tool": tools,
         "max_cost_per_session": 100.0,
     }
     price = {"input": 2.5, "output": 10}

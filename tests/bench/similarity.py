@@ -99,32 +99,45 @@ def _stuck(size: int) -> bytes:
 
 
 def _measure_steering(*, quick: bool) -> list[Row]:
-    """The cost of adding a note, and the cost for requests that get none, over whole streams."""
+    """The cost of edits, and the cost for requests that get none, over whole streams."""
     freeze_objects()  # as in a server
     size, times = 70_000, 20 if quick else 100
-    bodies = {"stuck": samples.body_message(_stuck(size)), "at work": samples.body_message(request(size))}
-    works = {(kind, action): _Streams(action, body, times).run for kind, body in bodies.items() for action in ("warn", "steer")}
-    found = interleaved(9 if quick else 25, {" ".join(key): work for key, work in works.items()})
+    stuck, at_work = [samples.body_message(body) for body in (_stuck(size), request(size))]
+    works = {
+        f"{kind} {action}": _Streams(_looking(action), body, times).run
+        for kind, body in {"stuck": stuck, "at work": at_work}.items()
+        for action in ("warn", "steer", "land")
+    }
+    works |= {
+        name: _Streams(samples.budget(similarity="turns", max_calls_per_tool={tool: 0}), at_work, times).run
+        for name, tool in {"whole": "send_email", "narrowed": "tool_1"}.items()
+    }
+    found = interleaved(9 if quick else 25, works)
     return [
         Row(
             f"70 KB, {name}",
-            ratio(found, f"{kind} steer", f"{kind} warn"),
+            ratio(found, more, less),
             "x",
             limit,
-            f"{median(found[f'{kind} steer']):.0f} us vs. {median(found[f'{kind} warn']):.0f} us",
+            f"{median(found[more]):.0f} us vs. {median(found[less]):.0f} us",
         )
-        for kind, name, limit in (
-            ("stuck", "a steered request vs. a warned one", 1.3),
-            ("at work", "a request that is not, under the same policies", 1.1),
+        for name, more, less, limit in (
+            ("a steered request vs. a warned one", "stuck steer", "stuck warn", 1.3),
+            ("a landed request vs. a warned one", "stuck land", "stuck warn", None),
+            ("a request that loses a tool vs. one that does not", "narrowed", "whole", None),
+            ("a request that is not, under the same policies", "at work steer", "at work warn", 1.1),
         )
     ]
+
+
+def _looking(action: str) -> dict[str, Any]:
+    return samples.policy(similarity="turns", action=action, threshold_identical_requests=3)
 
 
 class _Streams:
     """The same request again and again, under a policy on turns."""
 
-    def __init__(self, action: str, body: bytes, times: int) -> None:
-        policy = samples.policy(similarity="turns", action=action, threshold_identical_requests=3)
+    def __init__(self, policy: dict[str, Any], body: bytes, times: int) -> None:
         self._serving = samples.service(samples.engine([policy]))
         self._messages = samples.headers_message(), body
         self._times = times

@@ -14,12 +14,13 @@ from random import Random
 from typing import Any, Final, TypeAlias
 
 from extproc.apis import locate_results
-from extproc.apis.places import add_notes
-from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.ext_proc.changes.narrow import narrow
+from extproc.apis.places import Place, add_notes
+from extproc.ext_proc.changes.edits import NotEdited, edit
+from extproc.ext_proc.changes.narrow import Tools, narrow
 from extproc.ext_proc.changes.steer import MAX_PLACES
-from extproc.request.document import NotCounted, limit_integers
+from extproc.request.document import limit_integers
 from extproc.request.http import HttpRequest
+from extproc.request.patch import Patch
 
 NOTE: Final = '\n\n[note: "f" \\ again]'
 _WRITTEN: Final = json.dumps(NOTE)[1:-1]
@@ -286,12 +287,15 @@ def _refuse(_: str) -> None:
 
 def check_steer(body: bytes) -> str:
     """Put notes into a body; returns what became of it, raises WrongEditError if anything else has changed."""
-    try:
-        mark, patch = open_patch(_REQUEST, body)
-        places = locate_results(patch)[-MAX_PLACES:]
+    places: list[Place] = []
+
+    def change(patch: Patch) -> None:
+        places.extend(locate_results(patch)[-MAX_PLACES:])
         add_notes(patch, places, _WRITTEN.encode(), separated=False)
-        new = b"".join([mark, *patch.apply()])
-    except (NotEdited, NotCounted) as why:
+
+    try:
+        new = b"".join(edit(_REQUEST, body, change))
+    except NotEdited as why:
         return _check_reason(why.reason)
     old_value, new_value = _read_both(body, new)
     found = list(_find_notes(old_value, new_value))
@@ -307,7 +311,7 @@ def check_steer(body: bytes) -> str:
 def check_narrow(body: bytes, without: frozenset[str] | None) -> str:
     """Take tools out of a body, and see what has changed; see `check_steer`."""
     try:
-        new = narrow(_REQUEST, body, without)
+        new = narrow(_REQUEST, body, Tools(without))
     except NotEdited as why:
         return _check_reason(why.reason)
     if new == body:
@@ -315,7 +319,7 @@ def check_narrow(body: bytes, without: frozenset[str] | None) -> str:
     old_value, new_value = _read_both(body, new)
     _compare_around(old_value, new_value, without)
     _check_bytes(body, new)
-    if narrow(_REQUEST, new, without) != new:
+    if narrow(_REQUEST, new, Tools(without)) != new:
         raise WrongEditError("something was left to do")
     return "narrowed"
 
@@ -437,7 +441,8 @@ def _follow(value: Value, path: Path) -> Value:
     return value
 
 
-_OPENINGS: Final = ('{"type":"text","text":"', '{"type":"input_text","text":"', '{"text":"', '"content":"', '"gateway_note":"')
+_KEYS: Final = ('"content":"', '"gateway_note":"', '"gateway_note_":"')
+_OPENINGS: Final = ('{"type":"text","text":"', '{"type":"input_text","text":"', '{"text":"', *_KEYS)
 _AROUND: Final = (*_OPENINGS, *["," + opening for opening in _OPENINGS])
 """All that may stand before a note that is not in a text."""
 

@@ -1,24 +1,27 @@
 """Edits a request's body: removes or forbids tools, forbids several calls at once, asks for usage, and adds a note.
 
-Impossible edits are counted, and the request continues without them, unless a session's limits forbid all of its tools.
+What is done to a body stands in one table, EDITS, with a row for each action that edits. Impossible edits are counted, and the
+request continues without them, unless a session's limits forbid all of its tools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
+from extproc.apis import open_conversation
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.exchange import Exchange
 from extproc.ext_proc.answers.go_on import NARROWED, STEERED
 from extproc.ext_proc.budget import InspectionBudget
-from extproc.ext_proc.changes.edits import NotEdited
-from extproc.ext_proc.changes.narrow import forbid_tools, narrow
-from extproc.ext_proc.changes.steer import steer, write_note
-from extproc.ext_proc.changes.usage import request_usage
+from extproc.ext_proc.changes.edits import NotEdited, edit
+from extproc.ext_proc.changes.narrow import Tools, take_out
+from extproc.ext_proc.changes.steer import add_note, write_note
+from extproc.ext_proc.changes.usage import ask_usage
 from extproc.operator.reporting import Reporter
+from extproc.request.document import WORTH_COUNTING, NotCounted
 from extproc.request.patch import AMBIGUOUS, Patch, Pieces
 
 OBSERVED: Final = "observed"
@@ -59,41 +62,100 @@ class Original:
         return self.content
 
 
-class Changed:
-    """The result of an edit.
+class Changed(NamedTuple):
+    """The result of the edits.
 
     Attributes:
         body: the new body in pieces; None if it is unchanged.
-        marks: headers that tell the upstream about the edit.
+        marks: headers that tell the upstream about the edits.
     """
 
-    __slots__ = ("body", "marks")
-
-    def __init__(self, body: Pieces | None, marks: tuple[bytes, ...]) -> None:
-        self.body = body
-        self.marks = marks
+    body: Pieces | None
+    marks: tuple[bytes, ...]
 
 
 UNCHANGED: Final = Changed(None, ())
 
 
-class _Landing:
-    """Forbids all tools of a body that gets a note.
+class Job:
+    """A decided request whose body is edited.
 
     Attributes:
-        began: the note has a place, so an error from then on is about the tools.
-        narrowed: there were tools to forbid.
+        exchange: the request.
+        decision: what was decided; an edit that is impossible may change it.
+        original: the body as it came.
+        changed: the result of the edits.
+        outcome: what the note is about; None for no note.
+        narrowing: the sessions whose limits narrow the request's tools.
+        strict: those of them that leave it no tools but a few.
+        done: the number of steps of an edit that were possible.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.began = False
-        self.narrowed = False
+    def __init__(self, exchange: Exchange, decision: Decision, original: Original) -> None:
+        self.exchange = exchange
+        self.decision = decision
+        self.original = original
+        self.changed = UNCHANGED
+        self.outcome = decision.steer
+        self.narrowing = [session for session in exchange.enforcing.sessions if session.narrowing is not None]
+        self.strict = [session for session in self.narrowing if session.narrowing is not None and session.narrowing.every]
+        self.done = 0
 
-    def forbid_tools(self, patch: Patch) -> None:
-        """Forbid them; raises as `narrow.forbid_tools` does."""
-        self.began = True
-        self.narrowed = forbid_tools(patch, self._path)
+    def list_due(self) -> list[str]:
+        """The rows of EDITS to apply, in order."""
+        due: list[str] = []
+        if self.narrowing:
+            due.append("finish" if self.strict else "narrow")
+        if self.exchange.asks_usage:
+            due.append("usage")
+        if self.outcome is not None:
+            due.append(self.outcome.action.value)
+        return due
+
+    def edit(self, steps: tuple[Step, ...], most: int) -> None:
+        """Take steps in a body of at most this many bytes; raises as they do, and NotEdited."""
+        body = b"".join(self.changed.body) if self.changed.body is not None else self.original.read(most)
+        document, marks = self.exchange.document, list(self.changed.marks)
+        if self.outcome is not None and document is not None and len(document) <= WORTH_COUNTING:
+            with suppress(NotCounted):
+                open_conversation(document)  # which the note's marks need anyway: it knows where the messages are
+        self.done = 0
+
+        def change(patch: Patch) -> None:
+            for step in steps:
+                if step.change(patch, self):
+                    marks.append(step.mark)
+                self.done += 1
+
+        pieces = edit(self.exchange.request, body, change, document)
+        if len(pieces) > 1 or len(marks) > len(self.changed.marks):
+            self.changed = Changed(pieces, tuple(dict.fromkeys([mark for mark in marks if mark])))
+
+
+class Step(NamedTuple):
+    """One change of an open body.
+
+    Attributes:
+        change: makes it, and returns whether the upstream is told; may raise NotEdited and NotCounted.
+        mark: the header that tells the upstream; empty for none.
+    """
+
+    change: Callable[[Patch, Job], bool]
+    mark: bytes
+
+
+class Edit(NamedTuple):
+    """What is done to a body.
+
+    Attributes:
+        steps: its changes. If one behind the first is impossible, only the first is made.
+        find_most: returns the length of the longest body to edit, in bytes.
+        give_up: returns what is decided if the first step is impossible, and reports it, given the reason.
+    """
+
+    steps: tuple[Step, ...]
+    find_most: Callable[[Job], int]
+    give_up: Callable[[Job, Reporter, str], Decision]
 
 
 class Changes:
@@ -113,80 +175,24 @@ class Changes:
         began = perf_counter()  # the thread's clock is a system call, which takes about 1 us
         if original.content is not None and not self._budget.allows(tenant, began):
             original = Original(None, "inspect_budget")
-        changed = UNCHANGED
-        if exchange.is_narrowed:
-            decision, changed = self._narrow(exchange, decision, original)
-        if exchange.asks_usage and decision.action is not Action.REJECT:
-            changed = self._request_usage(exchange, original, changed)
-        if decision.steer is not None and decision.action is not Action.REJECT:
-            decision, changed = self._steer(exchange, decision, decision.steer, original, changed)
+        job = Job(exchange, decision, original)
+        for name in job.list_due():
+            if job.decision.action is not Action.REJECT:
+                self._apply(EDITS[name], job)
         self._budget.spend(tenant, min(perf_counter() - began, _MOST_SECONDS))
-        return decision, changed
+        return job.decision, job.changed
 
-    def _narrow(self, exchange: Exchange, decision: Decision, original: Original) -> tuple[Decision, Changed]:
-        """Remove or forbid tools of the request, or refuse it if that is impossible and none may be called."""
-        sessions = exchange.enforcing.sessions
-        narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
-        strict = [session for session, narrowing in narrowed if narrowing.every]
-        tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
-        kept = (
-            frozenset.intersection(*[narrowing.kept for _, narrowing in narrowed if narrowing.every]) if strict else frozenset()
-        )
-        scarce = {tool for _, narrowing in narrowed for tool in narrowing.scarce}
-        most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
+    def _apply(self, row: Edit, job: Job) -> None:
+        """Apply one edit, or as much of it as is possible."""
         try:
-            without = None if strict else tools
-            whole, document = original.read(most), exchange.document
-            body = narrow(exchange.request, whole, without, kept=kept - tools, scarce=scarce, document=document)
+            job.edit(row.steps, row.find_most(job))
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
-            self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
-            emptied = strict or [session for session, narrowing in narrowed if narrowing.tools and why == AMBIGUOUS]
-            if why in _NOTHING_DONE or not emptied:
-                return decision, UNCHANGED  # if the model calls such a tool, the next request is refused
-            return decision.refuse_instead(emptied[0].refuse_unnarrowed()), UNCHANGED
-        return decision, UNCHANGED if body == original.content else Changed([body], (NARROWED,))
-
-    def _request_usage(self, exchange: Exchange, original: Original, changed: Changed) -> Changed:
-        """Ask for the usage of a stream. If that is impossible, its cost is estimated, and reported as such."""
-        most = max([plan.steers for plan in exchange.list_asking()])
-        try:
-            body = b"".join(changed.body) if changed.body is not None else original.read(most)
-            pieces = request_usage(exchange.request, body, exchange.document)
-        except Exception as error:  # noqa: BLE001  # no error may undo the decision
-            self._find_reason(error)
-            return changed
-        return changed if len(pieces) == 1 else Changed(pieces, changed.marks)
-
-    def _steer(
-        self, exchange: Exchange, decision: Decision, outcome: Outcome, original: Original, changed: Changed
-    ) -> tuple[Decision, Changed]:
-        """Add a note to the request, or let it continue with a warning if that is impossible."""
-        try:
-            guard = exchange.find_guard(outcome)
-            body = b"".join(changed.body) if changed.body is not None else original.read(guard.plan.steers)
-            note = write_note(outcome, exchange, guard.compiled)
-            make_marks = partial(exchange.make_marks, guard)
-            marks = *changed.marks, STEERED
-            if outcome.action is Action.LAND:
-                add_note = partial(steer, exchange.request, body, note, make_marks, exchange.document)
-                return decision, self._land(exchange, outcome, add_note, marks)
-            return decision, Changed(steer(exchange.request, body, note, make_marks, exchange.document), marks)
-        except Exception as error:  # noqa: BLE001  # no error may undo the decision
-            self._reporter.report_unsteered(decision, self._find_reason(error))
-            return decision.warn_instead(), changed
-
-    def _land(self, exchange: Exchange, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[bytes, ...]) -> Changed:
-        """Add a note and forbid all tools; where that is impossible, the note has to do. Raises what `steer` does."""
-        landing = _Landing(exchange.request.path)
-        try:
-            noted = add_note(landing.forbid_tools)
-        except Exception as error:
-            if not landing.began:
-                raise
-            self._reporter.report_unnarrowed([outcome.policy], self._find_reason(error))
-            return Changed(add_note(), marks)
-        return Changed(noted, tuple(dict.fromkeys((*marks, NARROWED))) if landing.narrowed else marks)
+            if job.done and len(row.steps) > 1 and job.outcome is not None:
+                self._reporter.report_unnarrowed([job.outcome.policy], why)
+                self._apply(row._replace(steps=row.steps[:1]), job)
+            else:
+                job.decision = row.give_up(job, self._reporter, why)
 
     def _find_reason(self, error: Exception) -> str:
         """The reason why a body was not edited; internal errors are logged."""
@@ -194,3 +200,82 @@ class Changes:
             return error.reason
         self._reporter.report_failure("a body could not be changed, the decision stands", error)
         return "internal_error"
+
+
+def _take_out(patch: Patch, job: Job) -> bool:
+    narrowings = [session.narrowing for session in job.narrowing if session.narrowing is not None]
+    tools = frozenset[str]().union(*[narrowing.tools for narrowing in narrowings])
+    kept = [narrowing.kept for narrowing in narrowings if narrowing.every]
+    scarce = frozenset[str]().union(*[narrowing.scarce for narrowing in narrowings])
+    without = None if job.strict else tools
+    given = Tools(without, frozenset.intersection(*kept) - tools if kept else frozenset(), scarce)
+    return take_out(patch, job.exchange.request.path, given)
+
+
+def _forbid(patch: Patch, job: Job) -> bool:
+    return take_out(patch, job.exchange.request.path, Tools(None, removes=False))
+
+
+def _ask_usage(patch: Patch, job: Job) -> bool:
+    return ask_usage(patch, job.exchange.request.path)
+
+
+def _add_note(patch: Patch, job: Job) -> bool:
+    exchange, outcome = job.exchange, _get_outcome(job)
+    guard = exchange.find_guard(outcome)
+    write = lambda data: (write_note(outcome, exchange, guard.compiled), exchange.make_marks(guard, data))  # noqa: E731
+    add_note(patch, write, exchange.document)
+    return True
+
+
+def _get_outcome(job: Job) -> Outcome:
+    if job.outcome is None:
+        raise LookupError("the request gets no note")
+    return job.outcome
+
+
+def _find_narrowing_most(job: Job) -> int:
+    return min([session.plan.steers for session in job.strict or job.narrowing])
+
+
+def _find_usage_most(job: Job) -> int:
+    return max([plan.steers for plan in job.exchange.list_asking()])
+
+
+def _find_note_most(job: Job) -> int:
+    return job.exchange.find_guard(_get_outcome(job)).plan.steers
+
+
+def _refuse(job: Job, reporter: Reporter, why: str) -> Decision:
+    """Refuse a request if it would go on with tools none of which may be called."""
+    emptied = job.strict
+    if why == AMBIGUOUS and not emptied:  # in the tools of such a body, an upstream may see others
+        emptied = [session for session in job.narrowing if session.narrowing is not None and session.narrowing.tools]
+    reporter.report_unnarrowed([session.plan.id for session in job.narrowing], why)
+    if why in _NOTHING_DONE or not emptied:
+        return job.decision  # if the model calls such a tool, the next request is refused
+    return job.decision.refuse_instead(emptied[0].refuse_unnarrowed())
+
+
+def _go_on(job: Job, _: Reporter, _why: str) -> Decision:
+    """Let the request continue: its cost is estimated, and reported as such."""
+    return job.decision
+
+
+def _warn(job: Job, reporter: Reporter, why: str) -> Decision:
+    """Let the request continue with a warning."""
+    reporter.report_unsteered(job.decision, why)
+    return job.decision.warn_instead()
+
+
+_NOTE: Final = Step(_add_note, STEERED)
+_NARROW: Final = Edit((Step(_take_out, NARROWED),), _find_narrowing_most, _refuse)
+
+EDITS: Final[dict[str, Edit]] = {
+    "narrow": _NARROW,
+    "finish": _NARROW,
+    "usage": Edit((Step(_ask_usage, b""),), _find_usage_most, _go_on),
+    "steer": Edit((_NOTE,), _find_note_most, _warn),
+    "land": Edit((_NOTE, Step(_forbid, NARROWED)), _find_note_most, _warn),
+}
+"""What is done to a body, by the name of the action, or of what a session's limits ask for."""

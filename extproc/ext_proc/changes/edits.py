@@ -1,14 +1,15 @@
-"""Opens a request's body for an edit, and explains why some bodies cannot be edited."""
+"""Edits a request's body, and explains why some bodies cannot be edited."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from extproc.apis.locate import find_checked
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import list_encodings, split_mark
 from extproc.request.http import HttpRequest
-from extproc.request.patch import Patch
+from extproc.request.patch import Patch, Pieces
 
 SIGNED: Final = "signed_body"
 """The reason for a body that its client signed: the signature would not match the edited body."""
@@ -37,19 +38,25 @@ class NotEdited(Exception):  # not an error: the request continues or is refused
         self.reason = reason
 
 
-def open_patch(request: HttpRequest, body: bytes | memoryview, document: Document | None = None) -> tuple[bytes, Patch]:
-    """Open a request's body for an edit.
+def edit(
+    request: HttpRequest,
+    body: bytes | memoryview,
+    change: Callable[[Patch], object],
+    document: Document | None = None,
+) -> Pieces:
+    """Edit a request's body; returns the new one in pieces, because its only copy is the answer to Envoy.
 
     Args:
         request: the request that has the body.
         body: the whole body.
+        change: edits the open body; may raise NotEdited and NotCounted.
         document: the same body as policies have read it, whose messages need not be decoded again; None if there is none.
 
     Returns:
-        the byte order mark, which is not part of the JSON, and the rest.
+        only one piece if nothing changes.
 
     Raises:
-        NotEdited: the body is signed, compressed, ambiguous, too large or not JSON.
+        NotEdited: the body is signed, compressed, ambiguous, too large or not JSON, or cannot be changed in this way.
     """
     if is_signed(request):
         raise NotEdited(SIGNED)
@@ -58,9 +65,12 @@ def open_patch(request: HttpRequest, body: bytes | memoryview, document: Documen
         raise NotEdited("content_encoding")
     mark, rest = split_mark(bytes(body))
     try:
-        return mark, Patch(rest, find_checked(document, rest))
+        patch = Patch(rest, find_checked(document, rest))
+        change(patch)
+        pieces = patch.apply()
     except NotCounted as why:
         raise NotEdited(why.reason) from None
+    return [mark, *pieces] if len(pieces) > 1 else [bytes(body)]
 
 
 def is_signed(request: HttpRequest) -> bool:

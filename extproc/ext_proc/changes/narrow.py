@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from extproc.apis import TOOL_LISTS, TOOL_WORDS, read_path
 from extproc.apis.api import Changes, ToolList, ToolsLeft
 from extproc.bounded import Memo
-from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.request.document import Document, NotCounted
+from extproc.ext_proc.changes.edits import NotEdited, edit
+from extproc.request.document import INSPECTION, Document
 from extproc.request.http import HttpRequest
-from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value, measure_known
+from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value
 
 _WRAPPERS: Final = TOOL_WORDS.wrappers
 _LISTS: Final = TOOL_WORDS.lists
@@ -36,55 +36,54 @@ NO_CHOICE: Final = "no_choice"
 
 _LONGEST_KEY: Final = 256
 
+_KNOWN_BYTES: Final = 800
+_NAMES_BYTES: Final = 400
+"""What Python's objects take for a known list, and for each of its tools: of small tools, far more than their texts."""
+
 _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
 _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
-def narrow(  # noqa: PLR0913  # all that an edit depends on
-    request: HttpRequest,
-    body: bytes | memoryview,
-    without: Collection[str] | None,
-    *,
-    kept: Collection[str] = (),
-    scarce: Collection[str] = (),
-    document: Document | None = None,
-) -> bytes:
-    """Remove tools from a request's body. All are named as in declarations or in calls.
+class Tools(NamedTuple):
+    """The tools that an answer may no longer call. All are named as in declarations or in calls.
 
-    Args:
-        request: the request that has the body.
-        body: the whole body.
+    Attributes:
         without: the tools to remove; None for all but those to keep.
         kept: the tools to keep.
         scarce: an answer must not call several tools if one of these is offered and the API has a switch for that.
-        document: see `open_patch`.
+        removes: declarations may be removed. Otherwise, the tool choice alone forbids tools, and those that the API runs itself
+            stay.
+    """
+
+    without: Collection[str] | None
+    kept: Collection[str] = ()
+    scarce: Collection[str] = ()
+    removes: bool = True
+
+
+def narrow(request: HttpRequest, body: bytes | memoryview, tools: Tools, document: Document | None = None) -> bytes:
+    """Remove tools from a request's body; see `edit` and `take_out`.
 
     Raises:
         NotEdited: the tools cannot be removed.
     """
-    mark, patch = open_patch(request, body, document)
-    try:
-        _Narrowing(patch, without, kept, scarce, request.path).narrow()
-        return b"".join([mark, *patch.apply()])
-    except NotCounted as why:
-        raise NotEdited(why.reason) from None
+    return b"".join(edit(request, body, lambda patch: take_out(patch, request.path, tools), document))
 
 
-def forbid_tools(patch: Patch, path: str) -> bool:
-    """Forbid all tools in a body that is being edited, by the tool choice alone; returns whether it changes.
-
-    Tools that the API runs itself, whatever the choice, stay.
+def take_out(patch: Patch, path: str, tools: Tools) -> bool:
+    """Remove or forbid tools in a body of any API that is being edited; returns whether it changes.
 
     Args:
         patch: the edit of the body.
         path: the request's path.
+        tools: the tools.
 
     Raises:
-        NotEdited: the body is ambiguous, or its API has no such choice.
+        NotEdited: the body is ambiguous, or its API cannot forbid calls.
         NotCounted: the body is ambiguous or too large.
     """
     before = patch.count_changes()
-    _Narrowing(patch, None, (), (), path, removes=False).narrow()
+    _Narrowing(patch, tools, path).narrow()
     return patch.count_changes() > before
 
 
@@ -168,39 +167,30 @@ class _Tool:
         self.built_in = built_in
 
 
-class _KnownTools:
+class _KnownTools(NamedTuple):
     """What was read in a list of tools without groups.
 
     Attributes:
-        items: where the elements are, from the start of the list on.
         names: names of the tools, by the position of each in the list.
         served: see `_Tools`.
         dialect: see `_Tools`.
-        steps: the steps that it took.
+        units: the units that it took.
     """
 
-    __slots__ = ("dialect", "items", "names", "served", "steps")
-
-    def __init__(
-        self,
-        items: list[tuple[int, int]],
-        names: dict[int, tuple[str, ...]],
-        dialect: ToolList | None,
-        *,
-        served: bool,
-        steps: int,
-    ) -> None:
-        self.items = items
-        self.names = names
-        self.dialect = dialect
-        self.served = served
-        self.steps = steps
+    names: dict[int, tuple[str, ...]]
+    served: bool
+    dialect: ToolList | None
+    units: int
 
 
-_KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(
-    4 * 2**20, lambda key, known: measure_known(key[0], len(known.items))
-)
-"""Lists of tools by their bytes, and by the name of the list; an agent sends the same one with each request."""
+def measure_list(text: bytes, tools: int) -> int:
+    """At least the memory of what is known of a list of tools, in bytes."""
+    return len(text) + _KNOWN_BYTES + _NAMES_BYTES * tools
+
+
+_KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(4 * 2**20, lambda key, known: measure_list(key[0], len(known.names)))
+"""Lists of tools by their bytes, and by the name of the list; an agent sends the same one with each request. Without it, the
+benchmark's row "a request that loses a tool" takes more than 10 % longer."""
 
 
 class _Tools:
@@ -233,25 +223,20 @@ class _Tools:
         self.served = False
         self.dialect: ToolList | None = None
         self._dialects = dialects
+        group = self._open(value, _open_list(patch, value))
         key = bytes(patch.read_raw(value)), name
         known = _KNOWN.get(key)
         if known is not None:
-            patch.take(known.steps)  # as if it were read
-            group = self._open(value, patch.open_known_items(value, known.items))
+            patch.take(known.units)  # as if it were read
             self.found = [_Tool(names, group, place) for place, names in known.names.items()]
             self.served, self.dialect = known.served, known.dialect
             return
-        before = patch.count_left()
-        group = self._open(value, _open_list(patch, value))
+        left = INSPECTION.left
         for place, entry in enumerate(group.members):
             self._read(entry, group, place)
         if len(self._groups) == 1:
-            _KNOWN.put(key, self._describe(value, before - patch.count_left()))
-
-    def _describe(self, value: Value, steps: int) -> _KnownTools:
-        """What was read in a list without groups, which took this many steps."""
-        names = {tool.place: tool.names for tool in self.found}
-        return _KnownTools(self._patch.list_items(value), names, self.dialect, served=self.served, steps=steps)
+            names = {tool.place: tool.names for tool in self.found}
+            _KNOWN.put(key, _KnownTools(names, self.served, self.dialect, left - INSPECTION.left))
 
     def remove(self, tools: Sequence[_Tool]) -> None:
         """Remove these tools. Call this only once."""
@@ -318,37 +303,19 @@ def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
 
 
 class _Narrowing:
-    __slots__ = ("_gone", "_kept", "_patch", "_path", "_removes", "_scarce", "_without")
+    """Narrows one body."""
 
-    def __init__(  # noqa: PLR0913  # all that an edit depends on
-        self,
-        patch: Patch,
-        without: Collection[str] | None,
-        kept: Collection[str],
-        scarce: Collection[str],
-        path: str,
-        *,
-        removes: bool = True,
-    ) -> None:
-        """Prepare to narrow one body.
-
-        `path` is the request's; with `removes`, declarations may be removed; the others are those of `narrow`.
-        """
+    def __init__(self, patch: Patch, tools: Tools, path: str) -> None:
         self._patch = patch
-        self._without = None if without is None else frozenset(without)
-        self._kept = frozenset(kept)
-        self._scarce = frozenset(scarce)
+        self._without = None if tools.without is None else frozenset(tools.without)
+        self._kept = frozenset(tools.kept)
+        self._scarce = frozenset(tools.scarce)
+        self._removes = tools.removes
         self._path = path
-        self._removes = removes
         self._gone: set[str] = set()
 
     def narrow(self) -> None:
-        """Edit a body of any API.
-
-        Raises:
-            NotEdited: the body is ambiguous, or its API cannot forbid calls.
-            NotCounted: the body is ambiguous or too large.
-        """
+        """Edit the body; raises as `take_out` does."""
         owner = self._patch.root
         fields = self._open(owner)
         beside = _find_conversation(self._patch, fields)

@@ -14,8 +14,8 @@ from extproc.decision import Action, Outcome
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import Compiled
 from extproc.engine.plan import Detector
-from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.request.document import Document, NotCounted
+from extproc.ext_proc.changes.edits import NotEdited, edit
+from extproc.request.document import INSPECTION, Document
 from extproc.request.http import HttpRequest
 from extproc.request.notes import Marks, ends_with_note, frame_note
 from extproc.request.patch import Patch, Pieces
@@ -29,40 +29,41 @@ MAX_PLACES: Final = 16
 """The maximum number of results that get the note, newest first."""
 
 
-def steer(  # noqa: PLR0913  # all that an edit depends on
+def steer(
     request: HttpRequest,
     body: bytes | memoryview,
     note: str,
     make_marks: Callable[[bytes], Marks],
     document: Document | None = None,
-    change: Callable[[Patch], object] | None = None,
 ) -> Pieces:
-    """Add the note to a request's body; returns the new one in pieces, because its only copy is the answer to Envoy.
-
-    Args:
-        request: the request that has the body.
-        body: the whole body.
-        note: the text of the note.
-        make_marks: makes the note's marks for the conversation in a body; raises NotCounted if there is none.
-        document: see `open_patch`.
-        change: edits the same body further, if the note has a place; may raise NotEdited and NotCounted.
+    """Add the note to a request's body; see `edit` and `add_note`.
 
     Raises:
         NotEdited: the body has no place for the note, or cannot be edited.
     """
-    mark, patch = open_patch(request, body, document)
-    try:
-        places = locate_results(patch, document)
-        if not places:
-            raise NotEdited("no_result")
-        marks = make_marks(patch.data)
-        free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
-        add_notes(patch, free, frame_note(note, marks))
-        if change is not None:
-            change(patch)
-        return [mark, *patch.apply()]
-    except NotCounted as why:
-        raise NotEdited(why.reason) from None
+    return edit(request, body, lambda patch: add_note(patch, lambda data: (note, make_marks(data)), document), document)
+
+
+def add_note(patch: Patch, write: Callable[[bytes], tuple[str, Marks]], document: Document | None) -> None:
+    """Add a note to a body that is being edited.
+
+    Args:
+        patch: the edit of the body.
+        write: returns the text of the note, and its marks for the conversation in a body; raises NotCounted if there is none.
+        document: see `edit`.
+
+    Raises:
+        NotEdited: the body has no place for the note.
+        NotCounted: the body is ambiguous or too large.
+    """
+    places = locate_results(patch, document)
+    if not places:
+        raise NotEdited("no_result")
+    left = INSPECTION.left
+    note, marks = write(patch.data)
+    INSPECTION.left = left  # what reads the conversation for it has units of its own
+    free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
+    add_notes(patch, free, frame_note(note, marks))
 
 
 def write_note(outcome: Outcome, exchange: Exchange, guard: Compiled) -> str:

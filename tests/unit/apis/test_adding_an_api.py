@@ -13,7 +13,7 @@ import yaml
 
 from extproc.apis import COUNT_PLACES, MODEL_PLACES, open_conversation, read_counts
 from extproc.cli.envoy_config.usage import write_event_rules, write_rules
-from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.narrow import Tools, narrow
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.secrets import ANYWHERE
@@ -62,8 +62,8 @@ def observe() -> Seen:
         "steered": ask(3, action="steer", threshold_identical_requests=3),
         "refused": ask(3, action="reject", threshold_identical_requests=3),
         "completed": ask(3, action="reject", threshold_identical_requests=3, refuse_as="completion"),
-        "fewer": json.loads(narrow(request, content, ["ring"])),
-        "without": json.loads(narrow(request, content, None)),
+        "fewer": json.loads(narrow(request, content, Tools(["ring"]))),
+        "without": json.loads(narrow(request, content, Tools(None))),
         "model": read_model(request.path, content),
         "counts": [read_counts({b"input": 7.0}), read_counts({b"bill": '{"heard": 7, "spoken": 2}'})],
         "rules": [yaml.safe_load(write_rules()), yaml.safe_load(write_event_rules())],

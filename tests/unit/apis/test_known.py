@@ -63,15 +63,15 @@ def compare(first: list[bytes], body: bytes) -> bool:
     return not isinstance(alone, str) and open_conversation(known).known is not None
 
 
-def open_root(body: bytes, checked: tuple[int, int] | None) -> object:
-    """The members of a body to edit, with their offsets, and the steps that are left."""
+def open_root(body: bytes, messages: tuple[int, int] | None) -> object:
+    """The members of a body to edit, with their offsets."""
     try:
-        patch = Patch(body, checked)
+        patch = Patch(body, messages)
         members = patch.open_fields(patch.root).values()
     except NotCounted as why:
         return why.reason
     assert all(member.within is patch.root for member in members)
-    return [(member.key, member.at, member.start, member.end) for member in members], patch.count_left()
+    return [(member.key, *[member.part.find(offset) for offset in (member.at, member.start, member.end)]) for member in members]
 
 
 def find_places(body: bytes, document: Document | None) -> object:
@@ -80,7 +80,7 @@ def find_places(body: bytes, document: Document | None) -> object:
         places = locate_results(Patch(body, find_checked(document, body)), document)
     except NotCounted as why:
         return why.reason
-    return [(place.value.start, place.value.end, place.around, place.key, place.result) for place in places]
+    return [(place.offset, place.around, place.key, place.result) for place in places]
 
 
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])

@@ -116,7 +116,7 @@ def find(patch: Patch, *path: str | int) -> Value:
 
 def move_end(value: Value, by: int) -> Value:
     """A value that ends elsewhere."""
-    return Value(value.key, value.at, value.start, value.end + by, value.within)
+    return Value(value.part, value.key, value.at, value.start, value.end + by, value.within)
 
 
 Step = Callable[[Patch], object]
@@ -173,14 +173,14 @@ _VALUES = st.recursive(
 
 
 @given(st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3) | _VALUES, max_size=4), st.sampled_from([None, 0, 1]))
-def test_a_list_is_read_backwards_as_it_stands(values: list[Any], indent: int | None) -> None:
+def test_a_list_is_read_as_it_stands(values: list[Any], indent: int | None) -> None:
     """Whatever its texts look like, each element begins and ends where a parser says."""
     separators = (",", ":") if indent == 0 else None
     patch = Patch(json.dumps({"a": values}, indent=indent or None, separators=separators).encode())
 
-    found = [patch.data[value.start : value.end] for value in patch.open_newest(find(patch, "a"))]
+    found = [patch.data[value.start : value.end] for value in patch.open_items(find(patch, "a"))]
 
-    assert [json.loads(data) for data in found] == values[::-1]
+    assert [json.loads(data) for data in found] == values
 
 
 # --- what is not changed
@@ -361,8 +361,8 @@ def test_an_error_of_ours_keeps_the_decision(error: Exception, monkeypatch: pyte
     def fail(*_: object) -> bytes:
         raise error
 
-    monkeypatch.setattr(extproc.ext_proc.changes.changes, "steer", fail)
-    monkeypatch.setattr(extproc.ext_proc.changes.changes, "narrow", fail)
+    monkeypatch.setattr(extproc.ext_proc.changes.changes, "add_note", fail)
+    monkeypatch.setattr(extproc.ext_proc.changes.changes, "take_out", fail)
     steers, narrows = [make_service(made) for made in (steering(), narrowing(every=False))]
     strict = make_service(narrowing(every=True), steering())
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from extproc.apis import may_declare, open_conversation
 from extproc.ext_proc.changes.edits import NotEdited
-from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.narrow import Tools, measure_list, narrow
 from extproc.request.document import Document
 from extproc.request.http import HttpRequest
-from extproc.request.patch import measure_known
 from tests.support.examples import examples
 from tests.support.model_requests import HOSTILE, spelled
 from tests.support.turn_writers import SHAPES, Did
@@ -136,7 +135,7 @@ def request_of(api: str) -> HttpRequest:
 
 def narrowed(body: bytes, *without: str, every: bool = False, path: str = "/v1/x") -> bytes:
     """A body without some tools, or without all of them."""
-    return narrow(HttpRequest("POST", path), body, None if every else without)
+    return narrow(HttpRequest("POST", path), body, Tools(None if every else without))
 
 
 def read_raw(body: bytes) -> dict[str, bytes]:
@@ -162,9 +161,9 @@ def test_what_is_named_goes_and_the_choice_fits(
 
     if expected is None:
         with pytest.raises(NotEdited, match="no_choice"):
-            narrow(request_of(api), body, without)
+            narrow(request_of(api), body, Tools(without))
         return
-    new = narrow(request_of(api), body, without)
+    new = narrow(request_of(api), body, Tools(without))
 
     assert json.loads(new) == write(api, made, *expected)
     before, after = read_raw(body), read_raw(new)
@@ -185,7 +184,7 @@ def test_all_but_some_go_as_if_the_others_were_named(
     found = []
     for without, keep in ((None, kept), (others, set[str]())):
         try:
-            found.append(narrow(request_of(api), body, without, kept=keep))
+            found.append(narrow(request_of(api), body, Tools(without, keep)))
         except NotEdited as why:
             found.append(why.reason.encode())
 
@@ -208,7 +207,7 @@ def test_an_answer_is_held_to_one_call_if_a_tool_is_scarce(
     elif scarce & set(tools) and api in ("chat", "responses"):
         changes = {"parallel_tool_calls": False}
 
-    new = narrow(request_of(api), body, [], scarce=scarce)
+    new = narrow(request_of(api), body, Tools([], scarce=scarce))
 
     before, after = read_raw(body), read_raw(new)
     document = Document(body)
@@ -220,7 +219,7 @@ def test_an_answer_is_held_to_one_call_if_a_tool_is_scarce(
     assert {key: after[key] for key in before.keys() - changes.keys()} == {
         key: before[key] for key in before.keys() - changes.keys()
     }
-    assert narrow(request_of(api), new, [], scarce=scarce) == new
+    assert narrow(request_of(api), new, Tools([], scarce=scarce)) == new
 
 
 def _chat(tools: Sequence[object], **more: object) -> bytes:
@@ -397,7 +396,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.body.decode()[:60])
 def test_what_goes_and_what_changes(case: Case) -> None:
     """Tools of every kind, the choice that is left, and the switch that holds an answer to one call."""
-    new = narrow(HttpRequest("POST", case.path), case.body, case.without, kept=case.kept, scarce=case.scarce)
+    new = narrow(HttpRequest("POST", case.path), case.body, Tools(case.without, case.kept, case.scarce))
 
     found = json.loads(case.body) | case.changes
     assert json.loads(new) == {key: value for key, value in found.items() if value is not GONE}
@@ -461,9 +460,9 @@ def test_what_cannot_be_told_apart_is_not_narrowed() -> None:
     compressed = HttpRequest("POST", "/v1/x", "", {"content-encoding": b"gzip"})
 
     with pytest.raises(NotEdited, match="content_encoding"):
-        narrow(compressed, gzip.compress(_chat([])), None)
+        narrow(compressed, gzip.compress(_chat([])), Tools(None))
     with pytest.raises(NotEdited, match="no_choice"):
-        narrow(request_of("responses"), _responses(_FIRST_OF_SERVER), None, kept=["pay"])
+        narrow(request_of("responses"), _responses(_FIRST_OF_SERVER), Tools(None, ["pay"]))
 
 
 @pytest.mark.parametrize("every", [True, False])
@@ -482,11 +481,11 @@ def test_a_remembered_list_counts_with_all_that_it_takes(lists: int, tools: int)
     """However short its tools are: their bound is one of memory."""
     offered = [json.dumps([{"name": f"{number}.{place}"} for place in range(tools)]).encode() for number in range(lists)]
     bodies = [b'{"messages":[{"role":"user","content":"a"}],"tools":' + each + b"}" for each in offered]
-    narrow(HttpRequest("POST", "/v1/x"), b'{"messages":[],"tools":[{"name":"a"}]}', ["a"])
+    narrow(HttpRequest("POST", "/v1/x"), b'{"messages":[],"tools":[{"name":"a"}]}', Tools(["a"]))
     tracemalloc.start()
     for number, body in enumerate(bodies):
-        narrow(HttpRequest("POST", "/v1/x"), body, [f"{number}.0"])
+        narrow(HttpRequest("POST", "/v1/x"), body, Tools([f"{number}.0"]))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
-    assert taken <= sum(measure_known(each, tools) for each in offered)
+    assert taken <= sum(measure_list(each, tools) for each in offered)
