@@ -317,15 +317,20 @@ class KnownBody:
                 return place
         return len(self.ends)
 
-    def add(self, data: bytes, at: int, raws: list[Raw], shape: Shape, earlier: KnownBody | None) -> list[Any]:
+    def add(  # noqa: PLR0913  # what messages are, and where they may be known from
+        self, data: bytes, at: int, raws: list[Raw], shape: Shape, earlier: KnownBody | None, *, is_new: bool
+    ) -> list[Any]:
         """Add messages of the body.
+
+        Hashing all messages takes as long as decoding them, so they are only looked up where something may be known.
 
         Args:
             data: the body.
             at: offset behind the messages before them, so that only spaces and commas are between there and the first.
             raws: the messages.
             shape: their shape.
-            earlier: an earlier body with other messages at this place; None if these are looked up nowhere.
+            earlier: an earlier body with other messages at this place, so that they are looked up; None if there is none.
+            is_new: no body with this head is known: if the assistant's first message is, the others are looked up as well.
 
         Returns:
             the messages as structs of the shape; None for those whose facts were looked up.
@@ -333,18 +338,21 @@ class KnownBody:
         Raises:
             ValueError: a message is no object, or has other types than expected.
         """
-        first, values = len(self.head), list[Any]()
+        first, values, looks = len(self.head), list[Any](), earlier is not None
         for raw in raws:
             value, place = None, len(self.facts)
-            if earlier is None:
-                value = shape.decode(raw)
-                facts = shape.make_facts(value)
-            elif earlier.has(place, raw):
-                facts = earlier.facts[place]
-            else:
-                facts = shape.find_facts(raw)
             start = data.find(_OPENS, at)
             end = start + len(raw)
+            if earlier is not None and earlier.has(place, raw):
+                facts = earlier.facts[place]
+            elif looks:
+                facts = shape.find_facts(raw)
+            elif is_new and end > first:
+                facts, is_new = shape.find_facts(raw), False
+                looks = facts.action is not None or facts.spoken is not None
+            else:
+                value = shape.decode(raw)
+                facts = shape.make_facts(value)
             self.starts.append(start)
             self.ends.append(end)
             self.pieces.append(data[max(at, first) : end] if end > first else b"")
@@ -874,7 +882,7 @@ class _KnownShape:
                 made, values = known, [None] * count
             else:
                 made = KnownBody(head, known, count)
-                values = [None] * count + made.add(data, end, raws, shape, None if grows else known)
+                values = [None] * count + made.add(data, end, raws, shape, None if grows else known, is_new=known is None)
         except (NotCounted, ValueError, RecursionError):
             return None
         if not made.ends or _END.match(data, made.ends[-1]) is None:

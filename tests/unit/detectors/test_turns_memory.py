@@ -21,7 +21,7 @@ from tests.support.loops import WRITERS
 from tests.support.memory import forget
 from tests.support.model_requests import BODIES, REQUESTS
 from tests.support.told import tell
-from tests.support.turn_writers import Did, as_chat
+from tests.support.turn_writers import SHAPES, Did, as_chat
 
 _SETTINGS: list[dict[str, Any]] = [
     {},
@@ -109,6 +109,42 @@ def test_what_was_seen_recently_changes_nothing(bodies: list[bytes], detectors: 
             say_all(detector, data)
 
     assert [say_all(detector, data) for data in bodies for detector in DETECTORS] == fresh
+
+
+_DONE = [Did((("run", {"path": f"{number % 3}.py"}),), (_RESULTS[number % len(_RESULTS)],)) for number in range(12)]
+_LONG = [turn._replace(results=(f"{turn.results[0]} {'x' * 600}",)) for turn in _DONE]
+_CUT = [turn._replace(results=("[cleared]",)) for turn in _DONE]
+_PLACES = st.integers(0, len(_DONE))
+
+
+def _write_part(shape: str, head: str, done: list[Did], places: list[int]) -> bytes:
+    """A body with some of the turns, the oldest of them cleared."""
+    start, cut, end = sorted(places)
+    return encoded({"user": head, **SHAPES[shape](_CUT[start:cut] + done[cut:end])})
+
+
+_PARTS = st.builds(
+    _write_part,
+    st.sampled_from(["chat", "anthropic", "responses", "gemini"]),
+    st.sampled_from(["", "x", "xx"]),
+    st.sampled_from([_DONE, _LONG]),
+    st.lists(_PLACES, min_size=3, max_size=3),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(_PARTS, min_size=2, max_size=6), st.permutations(DETECTORS[:3]))
+def test_messages_that_are_known_from_elsewhere_change_nothing(bodies: list[bytes], detectors: list[Turns]) -> None:
+    """The same messages behind other heads, moved, or with others before and behind them: of other callers, as a rule."""
+    fresh = []
+    for data in bodies:
+        for detector in detectors:
+            forget()
+            fresh.append(say_all(detector, data))
+    forget()
+
+    for _ in range(2):
+        assert [say_all(detector, data) for data in bodies for detector in detectors] == fresh
 
 
 _STUCK, _FAILS = Did((("run", {"path": "a.py"}),), ("news",)), Did((("run", {}),), ("error: no such file",))
