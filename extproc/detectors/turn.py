@@ -305,6 +305,12 @@ class Turn:
         """The facts of the messages behind the first one, before an index."""
         return self._reading.conversation.list_facts(self._start + 1, end) if end > self._start + 1 else []
 
+    def _are_others(self, messages: list[MessageFacts], names: tuple[str, ...]) -> bool:
+        """Whether these are the other messages of an action; without names, it was also sought in what follows."""
+        if names and not messages:
+            return self._start == self._place
+        return messages == self._list_others(self._place + 1 if names else self._end)
+
     def _open(self) -> Message | None:
         """The assistant's message; None if the server keeps it."""
         if self._message is None and self._place >= 0:
@@ -319,16 +325,16 @@ class Turn:
             self._behind = [Message(conversation.shape, speaker, at, conversation) for at, speaker in places if speaker]
         return self._behind
 
-    def _list_speakers(self) -> list[str]:
-        """The speakers of the messages behind the assistant's, which may be empty."""
-        if self._behind is not None:
-            return [message.speaker for message in self._behind]
-        return [facts.speaker for facts in self._reading.conversation.list_facts(self._place + 1, self._end)]
-
     @property
     def answered(self) -> bool:
         """Whether something follows before the assistant's next message; else no request ended with this turn."""
-        return any(self._list_speakers())
+        if self._behind is not None:
+            return bool(self._behind)
+        conversation = self._reading.conversation
+        for place in range(self._place + 1, self._end):  # noqa: SIM110  # takes a fifth of the time of a list
+            if conversation.find_facts(place).speaker:
+                return True
+        return False
 
     @property
     def ends_with_result(self) -> bool:
@@ -351,7 +357,6 @@ class Turn:
                 return kept
             left = INSPECTION.left
             action = self._action = self._read_action()
-            # Without a name, it was also sought in what follows.
             others = self._list_others(self._place + 1 if action.names else self._end)
             made = self._did = ActionFacts(ignored, others, action, left - INSPECTION.left)
             small = len(action.names) <= _MOST_NAMES_KEPT and sum([len(name) for name in action.names]) <= _LONGEST_NAMES_KEPT
@@ -562,7 +567,7 @@ class Turn:
     @property
     def words(self) -> bytes:
         """A digest, 8 bytes, of what a user says, without digits; empty if there is nothing, or if it answers an action."""
-        if self.names or USER not in self._list_speakers() or self.returned:
+        if self.names or USER not in [message.speaker for message in self._list_behind()] or self.returned:
             return b""
         came = self.came
         if came.words is None:
