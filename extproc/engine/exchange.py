@@ -233,7 +233,21 @@ class Guards:
         return None
 
     def read(self, exchange: Reading) -> None:
-        """Let every guard read the body; those that cannot are removed."""
+        """Let every guard read the body, now that it is open; those that cannot are removed."""
+        if exchange.plain is None or len(exchange.plain) < _MANY_OBJECTS or not gc.isenabled():
+            self._read_each(exchange)
+        else:
+            gc.disable()  # it would walk the decoded objects again and again, for longer than decoding takes
+            try:
+                self._read_each(exchange)
+            finally:
+                gc.enable()
+        if exchange.changing:
+            self.changing, exchange.changing = exchange.changing, NOT_CHANGING
+        for budget in self.budgets:
+            self.note_unpaid(budget)
+
+    def _read_each(self, exchange: Reading) -> None:
         able: list[Guard] = []
         for guard in self.active:
             if guard.first is not None and guard.first not in able:
@@ -256,8 +270,6 @@ class Guards:
             if isinstance(guard, LoopGuard) and guard.contradicted:
                 self.contradicted.append(guard.plan.id)
         self.active = able
-        if exchange.changing:
-            self.changing, exchange.changing = exchange.changing, NOT_CHANGING
 
     def note_unpaid(self, budget: BudgetGuard) -> None:
         """Note if a rule does not count a request, because it does not tell who pays."""
@@ -540,7 +552,7 @@ class Exchange(Reading):
             self._last = group.active[own] if len(group.active) > own else self._last
             self.counts_failed = self.counts_failed and plan.counts_failed
             self.leaves_out_notes = self.leaves_out_notes or plan.leaves_out_notes
-            if plan.needs_body:
+            if plan.inspects:
                 self._look_at(plan)
                 self.reads_ends = self.reads_ends or plan.reads_ends
         if plan.budget is not None:
@@ -619,9 +631,10 @@ class Exchange(Reading):
                 self.unreadable = UNREADABLE
                 group = self.enforcing if self.enforcing.active else self.shadow
                 group.failures += [(guard.plan.id, error) for guard in group.active[:1]]
-        self._read_with(self.enforcing)
-        if shadow:
-            self._read_with(self.shadow)
+        if self.enforcing.active:  # else no guard counts it, perhaps because its query would take too long to read
+            self.enforcing.read(self)
+        if shadow and self.shadow.active:
+            self.shadow.read(self)
 
     @property
     def is_plain(self) -> bool:
@@ -730,22 +743,8 @@ class Exchange(Reading):
             withheld: why they may not inspect the body; empty if they may.
         """
         self.withheld = withheld
-        self._read_with(self.shadow)
-
-    def _read_with(self, group: Guards) -> None:
-        """Complete the fingerprints of a group when the body is open."""
-        if not group.active:
-            return  # no guard counts it, perhaps because its query would take too long to read
-        if self.plain is None or len(self.plain) < _MANY_OBJECTS or not gc.isenabled():
-            group.read(self)
-        else:
-            gc.disable()  # it would walk the decoded objects again and again, for longer than decoding takes
-            try:
-                group.read(self)
-            finally:
-                gc.enable()
-        for budget in group.budgets:
-            group.note_unpaid(budget)
+        if self.shadow.active:
+            self.shadow.read(self)
 
     def find_tenant(self) -> str:
         """The caller as the first policy identifies it by headers; empty for none."""

@@ -288,7 +288,7 @@ def _walk_headers(data: bytes) -> EnvoyMessage:
         raise _UnusualError
     size, position = _read_size(data, position + 1)
     map_end = position + size
-    message.headers = _read_headers(_split_header_map(data, position, map_end))
+    message.headers = _read_headers(data, position, map_end)
     position = map_end
     if position != end:
         message.ended, position = _read_flag(data, position, _HEADERS_END)
@@ -296,8 +296,8 @@ def _walk_headers(data: bytes) -> EnvoyMessage:
     return message
 
 
-def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
-    """The bytes of each header between these positions."""
+def _read_headers(data: bytes, position: int, end: int) -> dict[str, bytes]:
+    """The headers between these positions, most of which are those of the last request with as many."""
     fields: list[bytes] = []
     while position < end:
         if data[position] != _HEADER:
@@ -309,10 +309,6 @@ def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
         fields.append(data[start:position])
     if position != end:
         raise _UnusualError
-    return fields
-
-
-def _read_headers(fields: list[bytes]) -> dict[str, bytes]:
     count = len(fields)
     known = _KNOWN.get(count)
     adapted = known.adapt(fields) if known is not None else None
@@ -452,7 +448,8 @@ def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -
         headers,
         message,
     )
-    request.opens_responses = opens_websocket(request) and read_path(request.path).websocket
+    if "upgrade" in headers or ":protocol" in headers:
+        request.opens_responses = opens_websocket(request) and read_path(request.path).websocket
     return request
 
 

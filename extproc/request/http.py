@@ -231,7 +231,7 @@ def explain_unknowable_body(request: HttpRequest) -> str:
     """
     if request.opens_responses:
         return RESPONSES_WEBSOCKET
-    if is_grpc(request) and "content-length" not in request.headers:
+    if "content-length" not in request.headers and is_grpc(request):
         return "grpc"
     if request.method == "CONNECT":
         return "connect"
