@@ -15,8 +15,8 @@ from random import Random
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 from time import perf_counter
 
+from extproc.cli.packed import Problems
 from extproc.cli.scan.files import find_files
-from extproc.cli.scan.lines import UnreadLines
 from extproc.cli.scan.report import ScanReport
 from extproc.cli.scan.work import ScanTask, scan_files
 from tests.bench.processes import run_module
@@ -77,7 +77,7 @@ def write_set(folder: Path, size: int) -> None:
 
 def scan(folder: Path) -> dict[str, float]:
     """Scan a folder. Raises RuntimeError if something was not read, or no loop was found."""
-    unread = UnreadLines()
+    unread = Problems()
     files = find_files([str(folder)], unread)
     report = ScanReport(len(files), sum(file.size for file in files), unread, 10)
     before, started = getrusage(RUSAGE_CHILDREN), perf_counter()

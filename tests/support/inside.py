@@ -26,7 +26,7 @@ IMPORTED = {
         commands costs
     """,
     "cli": """
-        commands main probe
+        commands main packed probe
     """,
     "cli/commands": """
         dashboards grant ordering serve sessions top
@@ -41,10 +41,10 @@ IMPORTED = {
         options render snippet template usage
     """,
     "cli/replay": """
-        command counts judge logs records table
+        command judge records report table
     """,
     "cli/scan": """
-        atif files formats limits lines report trajectories transcripts watch work
+        atif files formats limits report transcripts watch work
     """,
     "detectors": """
         actions alike arguments base canonical causes chain failures keys loops own_answers results schemas

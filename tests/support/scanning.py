@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from extproc.cli.packed import LONGEST, Problem, Problems
 from extproc.cli.scan.formats import ScannedFile
-from extproc.cli.scan.lines import LONGEST, Unread, UnreadLines
 from extproc.cli.scan.watch import Judging, RunReport
 
 JUDGING = Judging(show=True)
@@ -18,7 +18,7 @@ class Scanned(NamedTuple):
     """The conversations in a file, its problems by kind, and the number of bytes that were read."""
 
     runs: list[RunReport]
-    problems: Mapping[str, Unread]
+    problems: Mapping[str, Problem]
     read: int
 
     @property
@@ -33,7 +33,7 @@ class Scanned(NamedTuple):
 
 def scan_file(file: Path, longest: int = LONGEST) -> Scanned:
     """Scan one file."""
-    unread, runs, read = UnreadLines(), list[RunReport](), [0]
+    unread, runs, read = Problems(), list[RunReport](), [0]
 
     def advance(count: int) -> None:
         read[0] += count

@@ -50,9 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from extproc.cli.packed import Problems  # noqa: PLC0415  # same
     from extproc.cli.replay.command import show_bar  # noqa: PLC0415  # this and rich take 0.2 s to import
     from extproc.cli.scan.files import EXAMPLE, choose_paths, find_files  # noqa: PLC0415  # same
-    from extproc.cli.scan.lines import UnreadLines  # noqa: PLC0415  # same
     from extproc.cli.scan.report import ScanReport  # noqa: PLC0415  # same
     from extproc.cli.scan.show import list_problems, print_limits, print_scan  # noqa: PLC0415  # same
     from extproc.cli.scan.work import MOST_PROCESSES, ScanTask, count_processors, scan_files  # noqa: PLC0415  # same
@@ -63,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if not options.path:
         print(escape_controls(f"scanning {' and '.join(paths)}"), file=sys.stderr)
     since = 0.0 if options.since is None else time.time() - options.since * _DAY
-    unread = UnreadLines()
-    files = find_files(paths, unread, since)
+    problems = Problems()
+    files = find_files(paths, problems, since)
     size = sum(file.size for file in files)
-    report = ScanReport(len(files), size, unread, options.top)
+    report = ScanReport(len(files), size, problems, options.top)
     processes = min(options.jobs or count_processors(), MOST_PROCESSES)
     task = ScanTask(options.show, round(since * 1000))
     with show_bar(size) as advance:
@@ -92,7 +92,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explain_nothing(problems: Mapping[str, object], *, unchanged: bool) -> str:
-    """Why there is no conversation."""
     if unchanged:
         return "no file was changed in that time"
     foreign = {"unread", "unknown"} & problems.keys()

@@ -94,11 +94,7 @@ def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
 
 
 class Advance(Protocol):
-    """Moves a progress bar."""
-
-    def __call__(self, count: int, told: str = ...) -> object:
-        """Move it by this many bytes, and change its text."""
-        ...
+    def __call__(self, count: int, told: str = ...) -> object: ...
 
 
 @contextmanager
@@ -144,7 +140,7 @@ def print_lines(logs: Logs, evictions: int) -> None:
     """Print to stderr what was wrong with lines, and why counts may be too low."""
     for kind, problem in logs.problems.by_kind.items():
         severity = "note" if kind in HARMLESS else "warning"
-        example = f": {problem.example}" if problem.example else ""
+        example = "".join([f": {name}" for name in problem.names][:1])
         places = ", ".join(map(str, problem.places))
         told = f"{severity}: {_count_lines(problem.count)}: {PROBLEMS[kind]}{example} ({places})"
         print(escape_controls(told), file=sys.stderr)

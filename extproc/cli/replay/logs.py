@@ -10,20 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from extproc.cli.packed import DAMAGES, is_bomb, open_packed
+from extproc.cli.packed import DAMAGES, LONGEST, FilePlace, PackedLines, Problems
 from extproc.cli.replay.records import Recorded, UnusableError, parse_line
 from extproc.errors import LoopguardError
 
 STDIN = "-"
-
-MAX_LINE = 32 * 2**20
-"""Longest line that is read, in bytes: a body above Envoy's buffer limit does not reach any policy."""
 
 _MAX_HELD = 50_000
 _MAX_HELD_BYTES = 64 * 2**20
@@ -39,7 +35,7 @@ PROBLEMS = {
     "truncated": "cut off: the log ends in the middle of a line, or of its compressed data",
     "damaged": "the log cannot be decompressed from here on",
     "bomb": "decompressed, more than a thousand times as large as the log: not read from here on",
-    "too_long": f"longer than {MAX_LINE // 2**20} MiB",
+    "too_long": f"longer than {LONGEST // 2**20} MiB",
     "version": "a record of another version",
     "invalid": "a record that cannot be used",
     "out_of_order": "more than --reorder-seconds earlier than a previous line, or the clock was set back",
@@ -51,106 +47,14 @@ HARMLESS = frozenset({"no_record", "clock_forward"})
 """Problems that are normal in a log."""
 
 
-class LogPlace(NamedTuple):
-    """A line of a log."""
-
-    log: str
-    line: int
-
-    def __str__(self) -> str:
-        """The place in the format of compilers."""
-        return f"{self.log}:{self.line}"
-
-
-@dataclass
-class Problem:
-    """One kind of problem: count, first places, and an example's reason."""
-
-    count: int = 0
-    places: list[LogPlace] = field(default_factory=list)
-    example: str = ""
-
-
-class Problems:
-    """Problems with lines, by kind."""
-
-    def __init__(self) -> None:
-        self.by_kind: dict[str, Problem] = {}
-
-    def add(self, kind: str, place: LogPlace, example: str = "") -> None:
-        """Note a problem with one line."""
-        problem = self.by_kind.setdefault(kind, Problem())
-        problem.count += 1
-        if len(problem.places) < _PLACES:
-            problem.places.append(place)
-            problem.example = problem.example or example
-
-    @property
-    def harmful(self) -> bool:
-        """Whether any problem is not normal in a log."""
-        return not self.by_kind.keys() <= HARMLESS
-
-
 class LogEntry(NamedTuple):
     """A request in the heap, ordered by time, then by the order of reading."""
 
     time: int
     number: int
     size: int
-    place: LogPlace
+    place: FilePlace
     recorded: Recorded
-
-
-class _Source:
-    """One log; `newest` is the time of its latest request, in milliseconds."""
-
-    def __init__(self, name: str, raw: BufferedReader, problems: Problems) -> None:
-        """Detect compression; raises LoopguardError if the log cannot be read."""
-        self.name = name
-        self.newest = 0
-        self.lines = 0
-        self._raw = raw
-        self._problems = problems
-        try:
-            self._text = open_packed(raw)
-        except OSError as error:
-            raise LoopguardError(f"cannot read {name}: {error.strerror}") from error
-
-    def tell(self) -> int:
-        """The number of bytes read from the file."""
-        return self._raw.tell()
-
-    def read(self) -> Iterator[tuple[LogPlace, Recorded, int]]:
-        """The log's requests, each with its place and its size in bytes."""
-        try:
-            for line in self._read_lines():
-                place = LogPlace(self.name, self.lines)
-                try:
-                    recorded = parse_line(line)
-                except UnusableError as error:
-                    cut_off = error.kind == "not_json" and not line.endswith(b"\n")
-                    self._problems.add("truncated" if cut_off else error.kind, place, str(error))
-                else:
-                    yield place, recorded, len(line)
-        except EOFError:
-            self._problems.add("truncated", LogPlace(self.name, self.lines))
-        except (OSError, *DAMAGES) as error:
-            self._problems.add("damaged", LogPlace(self.name, self.lines), str(error))
-
-    def _read_lines(self) -> Iterator[bytes]:
-        """All lines except empty ones and those that are too long."""
-        text = self._text
-        while line := text.readline(MAX_LINE):
-            self.lines += 1
-            if is_bomb(text, self._raw):
-                self._problems.add("bomb", LogPlace(self.name, self.lines))
-                return
-            if len(line) == MAX_LINE and not line.endswith(b"\n"):
-                self._problems.add("too_long", LogPlace(self.name, self.lines))
-                while len(line) == MAX_LINE and not line.endswith(b"\n") and not is_bomb(text, self._raw):
-                    line = text.readline(MAX_LINE)
-            elif not line.isspace():
-                yield line
 
 
 class Logs:
@@ -164,30 +68,28 @@ class Logs:
 
     def __init__(self, names: Sequence[str], reorder_seconds: float, stack: ExitStack) -> None:
         """Open all logs (`-` is standard input), which `stack` closes; raises LoopguardError if one cannot be read."""
-        self.problems = Problems()
+        self.problems = Problems(_PLACES)
         self.size: int | None = 0
         self.first: int | None = None
         self.last: int | None = None
         self._reorder_ms = round(reorder_seconds * 1000)
-        self._sources = [_Source(name, self._open(name, stack), self.problems) for name in names]
+        self._sources = [self._open(name, stack) for name in names]
 
-    def _open(self, name: str, stack: ExitStack) -> BufferedReader:
-        if name == STDIN:
-            self.size = None
-            return cast("BufferedReader", sys.stdin.buffer)
+    def _open(self, name: str, stack: ExitStack) -> PackedLines:
         try:
-            raw = Path(name).open("rb")  # noqa: SIM115  # the stack closes it
-            stack.callback(raw.close)
+            if name == STDIN:
+                self.size = None
+                return PackedLines(name, cast("BufferedReader", sys.stdin.buffer), self.problems)
+            raw = stack.enter_context(Path(name).open("rb"))  # noqa: SIM115  # the stack closes it
             size = Path(name).stat().st_size
+            self.size = None if self.size is None else self.size + size
+            return PackedLines(name, raw, self.problems)
         except OSError as error:
             raise LoopguardError(f"cannot read {name}: {error.strerror}") from error
-        self.size = None if self.size is None else self.size + size
-        return raw
 
     @property
     def lines(self) -> int:
-        """The number of lines read so far."""
-        return sum(source.lines for source in self._sources)
+        return sum(source.number for source in self._sources)
 
     def tell(self) -> int:
         """The number of bytes read so far; only if `size` is known."""
@@ -204,9 +106,25 @@ class Logs:
             self.last = entry.time
             yield entry
 
+    def _parse(self, lines: PackedLines) -> Iterator[tuple[FilePlace, Recorded, int]]:
+        """A log's requests, each with its place and its size in bytes."""
+        try:
+            for line in lines.read():
+                try:
+                    recorded = parse_line(line)
+                except UnusableError as error:
+                    cut_off = error.kind == "not_json" and not line.endswith(b"\n")
+                    self.problems.add("truncated" if cut_off else error.kind, lines.place, str(error))
+                else:
+                    yield lines.place, recorded, len(line)
+        except EOFError:
+            self.problems.add("truncated", lines.place)
+        except (OSError, *DAMAGES) as error:
+            self.problems.add("damaged", lines.place, str(error))
+
     def _merge(self) -> Iterator[tuple[int, LogEntry]]:
         """The next request of the log that is furthest behind, with a time before which no further requests are expected."""
-        readers = [source.read() for source in self._sources]
+        readers = [self._parse(source) for source in self._sources]
         fronts = [(0, number) for number in range(len(readers))]
         heapify(fronts)
         read = 0

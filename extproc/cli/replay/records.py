@@ -121,9 +121,10 @@ class Recorded(msgspec.Struct, gc=False):
             address=self._read(record.address) or "",
             claims=_RecordedValues(known, claims.keys()) if self.partial else known,
         )
+        query = _LONG_QUERY if record.query is TOO_LONG else record.query
         return HttpRequest(
             record.method,
-            _join_target(record),
+            f"{record.path}?{query}" if query else record.path,
             record.authority,
             _RecordedValues(encoded, headers.keys()) if self.partial else encoded,
             facts,
@@ -195,7 +196,6 @@ def parse_line(line: bytes) -> Recorded:
 
 
 def _explain(line: bytes, error: Exception, *, in_field: bool) -> UnusableError:
-    """What is wrong with a line that could not be decoded."""
     if not line.lstrip().startswith(b"{"):
         return UnusableError("not_json")
     try:
@@ -210,7 +210,6 @@ def _explain(line: bytes, error: Exception, *, in_field: bool) -> UnusableError:
 
 
 def _read_time(value: float | str) -> int:
-    """The time in milliseconds since 1970."""
     if isinstance(value, str):
         moment = datetime.fromisoformat(value)
         if moment.tzinfo is None:
@@ -244,8 +243,3 @@ def _read_sum(text: str) -> int:
     if not _SUM.match(text):
         raise ValueError(f"{text[:16]!r} is not a checksum of 8 hex digits")
     return int(text, 16)
-
-
-def _join_target(record: Record) -> str:
-    query = _LONG_QUERY if record.query is TOO_LONG else record.query
-    return f"{record.path}?{query}" if query else record.path

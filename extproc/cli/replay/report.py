@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from heapq import nlargest
+from typing import Any, Generic, Protocol, TypeVar
 
-from extproc.cli.replay.counts import Top
+from extproc.cli.packed import FilePlace
 from extproc.cli.replay.judge import Judge
-from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange, group_by_policy
@@ -37,8 +39,6 @@ _MAX_EXAMPLES = 5
 
 
 class _Policy:
-    """One policy in one mode."""
-
     def __init__(self) -> None:
         self.actions: Counter[Action] = Counter()
         self.rules: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class _Offender:
         self.highest = 0
         self.first = self.last = 0
         self.method = self.path = self.detector = ""
-        self.example: LogPlace | None = None
+        self.example: FilePlace | None = None
 
     def add(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
         self.count += 1
@@ -76,9 +76,44 @@ class _Offender:
             self.method, self.path, self.detector = request.method[:_SHOWN], request.path[:_SHOWN], outcome.detector
 
 
-class ReplayReport:
-    """Counts decisions."""
+class Ranked(Protocol):
+    """An item that is kept while its `count` is among the highest."""
 
+    count: int
+
+
+Key = TypeVar("Key")
+Item = TypeVar("Item", bound=Ranked)
+
+
+class Top(Generic[Key, Item]):
+    """The items with the highest counts. At the limit, the lower half is dropped; a dropped item that returns starts at 0.
+
+    Attributes:
+        dropped: the highest count of a dropped item, which is the most by which a count may be too low.
+    """
+
+    def __init__(self, limit: int, make: Callable[[], Item]) -> None:
+        self.dropped = 0
+        self._limit = limit
+        self._make = make
+        self._items: dict[Key, Item] = {}
+
+    def get_or_add(self, key: Key) -> Item:
+        item = self._items.get(key)
+        if item is None:
+            if len(self._items) >= self._limit:
+                kept = dict(self.list_first(self._limit // 2))
+                self.dropped = max(self.dropped, *[self._items[other].count for other in self._items.keys() - kept.keys()])
+                self._items = kept
+            item = self._items[key] = self._make()
+        return item
+
+    def list_first(self, count: int) -> list[tuple[Key, Item]]:
+        return nlargest(count, self._items.items(), key=lambda pair: pair[1].count)
+
+
+class ReplayReport:
     def __init__(self, engine: Engine) -> None:
         self._policies = {(plan.id, plan.mode): _Policy() for plan in engine.plans}
         self._modes = {plan.id: plan.mode for plan in engine.plans}
@@ -88,7 +123,6 @@ class ReplayReport:
         self._follower = NoteFollower()
 
     def add(self, entry: LogEntry, judged: tuple[Exchange, Decision] | None) -> None:
-        """Count one request."""
         self._requests += 1
         if judged is None:
             return
@@ -136,7 +170,17 @@ class ReplayReport:
                 "killed": judge.killed,
                 "first": _write_time(logs.first),
                 "last": _write_time(logs.last),
-                "problems": _describe_problems(logs),
+                "problems": {
+                    kind: {
+                        "lines": found.count,
+                        "what": PROBLEMS[kind],
+                        "harmless": kind in HARMLESS,
+                        "first": [escape_controls(str(place)) for place in found.places],
+                        **({"example": escape_controls(next(iter(found.names)))[:_SHOWN]} if found.names else {}),
+                    }
+                    for kind in PROBLEMS
+                    if (found := logs.problems.by_kind.get(kind)) is not None
+                },
             },
             "policies": [_describe_policy(*key, policy) for key, policy in self._policies.items()],
             "worst": [_describe_offender(*key, offender) for key, offender in self._offenders.list_first(top)],
@@ -144,21 +188,6 @@ class ReplayReport:
             "evicted": judge.evictions,
             "failures": self._failures,
         }
-
-
-def _describe_problems(logs: Logs) -> dict[str, Any]:
-    known = logs.problems.by_kind
-    return {
-        kind: {
-            "lines": known[kind].count,
-            "what": what,
-            "harmless": kind in HARMLESS,
-            "first": [escape_controls(str(place)) for place in known[kind].places],
-            **({"example": escape_controls(known[kind].example)[:_SHOWN]} if known[kind].example else {}),
-        }
-        for kind, what in PROBLEMS.items()
-        if kind in known
-    }
 
 
 def _describe_policy(name: str, mode: str, policy: _Policy) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,39 +20,47 @@ _COUNTS = ("requests", "loops", "refused", "landed", "throttled", "steered", "wa
 
 
 def print_report(document: dict[str, Any]) -> None:
-    """Print a report to standard output."""
     console = make_console()
-    log = document["log"]
+    log, policies = document["log"], document["policies"]
     console.print(_write(f"{log['requests']:,} requests in {log['lines']:,} lines, {log['first']} to {log['last']}"))
     if log["unmatched"]:
         console.print(_write(f"{log['unmatched']:,} of them match no policy"))
     if log["killed"]:
         console.print(_write(f"{log['killed']:,} of them are stopped by a kill switch, before any policy"))
-    print_table(console, "What each policy would have done", _tabulate_policies(document["policies"]))
-    if any(policy["rules"] for policy in document["policies"]):
-        print_table(console, "Loops by rule", _tabulate_rules(document["policies"]))
-    for policy in document["policies"]:
+    rows: list[Sequence[object]] = []
+    for policy in policies:
+        about = "" if policy["tenants_exact"] else "~"
+        tenants = [f"{about}{policy[name]:,}" for name in ("tenants", "tenants_touched")]
+        rows.append((policy["policy"], policy["mode"], *[policy[name] for name in _COUNTS], *tenants))
+    columns = ("policy", "mode", *[f"#{name}" for name in _COUNTS], "#tenants", "#touched")
+    print_rows(console, "What each policy would have done", columns, rows)
+    rows = [(policy["policy"], rule, count) for policy in policies for rule, count in policy["rules"].items()]
+    print_rows(console, "Loops by rule", ("policy", "rule", "#requests"), rows)
+    for policy in policies:
         for arm, counts in policy["after_notes"].items():
             console.print(_write(f"{policy['policy']} ({policy['mode']}): {write_after(counts, noted=arm == 'noted')}"))
-    if any(policy["uncounted"] for policy in document["policies"]):
-        print_table(console, "Not counted", _tabulate_uncounted(document["policies"]))
-    if document["worst"]:
-        worst = document["worst"]
-        table = make_table(
-            "policy",
-            "tenant",
-            "fingerprint",
-            "#requests",
-            "#refused",
-            "#highest count",
-            "request",
-            "first seen at",
-        )
-        for item in worst:
-            request = f"{item['method']} {item['path']}"
-            names = (item["policy"], item["tenant"], item["fingerprint"])
-            add_row(table, *names, item["requests"], item["refused"], item["highest_count"], request, item["example"])
-        print_table(console, "Worst offenders", table)
+    rows = []
+    for policy in policies if any(policy["uncounted"] for policy in policies) else ():
+        rows += [(policy["policy"], reason, count) for reason, count in policy["uncounted"].items()]
+        if policy["refused_uncountable"]:
+            rows.append((policy["policy"], "of these refused (`uncountable`)", policy["refused_uncountable"]))
+    print_rows(console, "Not counted", ("policy", "reason", "#requests"), rows)
+    columns = ("policy", "tenant", "fingerprint", "#requests", "#refused", "#highest count", "request", "first seen at")
+    rows = []
+    for item in document["worst"]:
+        names = (item["policy"], item["tenant"], item["fingerprint"])
+        request = f"{item['method']} {item['path']}"
+        rows.append((*names, item["requests"], item["refused"], item["highest_count"], request, item["example"]))
+    print_rows(console, "Worst offenders", columns, rows)
+
+
+def print_rows(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table below its title; nothing without rows."""
+    table = make_table(*columns)
+    for row in rows:
+        add_row(table, *row)
+    if table.row_count:
+        print_table(console, title, table)
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -82,30 +91,3 @@ def add_row(table: Table, *cells: object) -> None:
 
 def _write(text: str) -> Text:
     return Text(escape_controls(text))
-
-
-def _tabulate_policies(policies: list[dict[str, Any]]) -> Table:
-    table = make_table("policy", "mode", *(f"#{name}" for name in _COUNTS), "#tenants", "#touched")
-    for policy in policies:
-        about = "" if policy["tenants_exact"] else "~"
-        tenants = [f"{about}{policy[name]:,}" for name in ("tenants", "tenants_touched")]
-        add_row(table, policy["policy"], policy["mode"], *(policy[name] for name in _COUNTS), *tenants)
-    return table
-
-
-def _tabulate_rules(policies: list[dict[str, Any]]) -> Table:
-    table = make_table("policy", "rule", "#requests")
-    for policy in policies:
-        for rule, count in policy["rules"].items():
-            add_row(table, policy["policy"], rule, count)
-    return table
-
-
-def _tabulate_uncounted(policies: list[dict[str, Any]]) -> Table:
-    table = make_table("policy", "reason", "#requests")
-    for policy in policies:
-        for reason, count in policy["uncounted"].items():
-            add_row(table, policy["policy"], reason, count)
-        if policy["refused_uncountable"]:
-            add_row(table, policy["policy"], "of these refused (`uncountable`)", policy["refused_uncountable"])
-    return table

@@ -1,30 +1,97 @@
-"""Trajectories in ATIF (Agent Trajectory Interchange Format), as Harbor and others write them: one JSON document each."""
+"""Trajectories in ATIF (Agent Trajectory Interchange Format, v1.0 to v1.7), as Harbor writes them: one JSON document each."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 
-from extproc.cli.scan.trajectories import TrajectoryStep, write_step
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.runs import TranscriptReader
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
     About,
     ModelCall,
-    Runs,
-    ScannedPlace,
     UnknownLineError,
-    count_tokens,
     cut_name,
     name_folder,
     read_time,
+    read_usage,
 )
-from extproc.sessions.rates import Usage
 
 _NAME: Final = "ATIF"
 _AGENT: Final = "agent"
 _MOST_NESTED = 8
 _MOST_DOLLARS = 1_000_000  # of one call; more is no price
+
+
+SOURCES: Final = {"user": "user", "system": "system", "agent": "assistant"}
+"""Roles in a chat, by the source of a step."""
+
+
+class _ToolCall(msgspec.Struct):
+    function_name: str
+    arguments: Any = msgspec.field(default_factory=dict)
+    tool_call_id: str = ""
+
+
+class _Result(msgspec.Struct):
+    source_call_id: str | None = None
+    content: Any = None
+
+
+class _Observation(msgspec.Struct):
+    results: list[_Result] = msgspec.field(default_factory=list)
+
+
+class TrajectoryStep(msgspec.Struct):
+    """A step of a trajectory."""
+
+    source: str
+    message: Any = ""
+    tool_calls: list[_ToolCall] | None = None
+    observation: _Observation | None = None
+    timestamp: Any = None
+    model_name: Any = None
+    metrics: msgspec.Raw = msgspec.Raw()
+    is_copied_context: Any = None
+
+
+def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
+    """A step as messages: its own, and its results; a result without a call becomes a user's message.
+
+    Raises:
+        ValueError: its source is unknown.
+    """
+    if step.source not in SOURCES:
+        raise ValueError(f"the source of a step must be one of {', '.join(SOURCES)}")
+    message: dict[str, Any] = {"role": SOURCES[step.source], "content": read_text(step.message)}
+    if step.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.tool_call_id,
+                "type": "function",
+                "function": {"name": call.function_name, "arguments": msgspec.json.encode(call.arguments).decode()},
+            }
+            for call in step.tool_calls
+        ]
+    yield message
+    for result in step.observation.results if step.observation is not None else ():
+        content = read_text(result.content)
+        if result.source_call_id and step.tool_calls:
+            yield {"role": "tool", "tool_call_id": result.source_call_id, "content": content}
+        else:
+            yield {"role": "user", "content": content}
+
+
+def read_text(content: Any) -> str:  # noqa: ANN401  # JSON
+    """The text of a message: the texts of its parts, and anything else as JSON."""
+    if isinstance(content, list):
+        return "\n".join([read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
+    if content is None or isinstance(content, str):
+        return content or ""
+    return msgspec.json.encode(content).decode()
 
 
 class _AtifAgent(msgspec.Struct):
@@ -56,22 +123,15 @@ _decode_steps = msgspec.json.Decoder(list[TrajectoryStep]).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Atif:
-    """Reads trajectories; see `TranscriptReader`."""
+class Atif(TranscriptReader):
+    """Reads trajectories."""
 
     kind = _NAME
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-
-    def read(self, data: bytes, place: ScannedPlace) -> bool:
-        """See `TranscriptReader`."""
+    def read(self, data: bytes, place: FilePlace) -> bool:
         return self._read(data, place, _MOST_NESTED, "")
 
-    def close(self) -> None:
-        """See `TranscriptReader`."""
-
-    def _read(self, data: bytes, place: ScannedPlace, deeper: int, root: str) -> bool:
+    def _read(self, data: bytes, place: FilePlace, deeper: int, root: str) -> bool:
         try:
             found = _decode(data)
             if not bytes(found.steps) or not (bytes(found.agent) or (found.schema_version or "").startswith(_NAME)):
@@ -90,7 +150,7 @@ class Atif:
             self._read(bytes(inner), place, deeper - 1, root)
         return True
 
-    def _follow(self, steps: list[TrajectoryStep], about: About, agent: _AtifAgent, place: ScannedPlace) -> None:
+    def _follow(self, steps: list[TrajectoryStep], about: About, agent: _AtifAgent, place: FilePlace) -> None:
         run = self._runs.open(about, "messages", tools=any(step.tool_calls for step in steps))
         behind: list[bytes] = []
         for step in steps:
@@ -109,15 +169,14 @@ class Atif:
         run.close()
 
 
-def _make_call(step: TrajectoryStep, agent: _AtifAgent, place: ScannedPlace) -> ModelCall:
+def _make_call(step: TrajectoryStep, agent: _AtifAgent, place: FilePlace) -> ModelCall:
     try:
         metrics = _decode_metrics(step.metrics) if bytes(step.metrics).startswith(b"{") else _Metrics()
     except BAD_JSON:
         metrics = _Metrics()
     extra = metrics.extra if isinstance(metrics.extra, dict) else {}
-    read, written = count_tokens(metrics.cached_tokens), count_tokens(extra.get("cache_creation_input_tokens"))
-    fresh = max(0, count_tokens(metrics.prompt_tokens) - read - written)
-    usage = Usage(fresh, count_tokens(metrics.completion_tokens), read, written)
+    written = extra.get("cache_creation_input_tokens")
+    usage = read_usage(metrics.prompt_tokens, metrics.completion_tokens, metrics.cached_tokens, written)
     cost = metrics.cost_usd
     dollars = (
         float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < _MOST_DOLLARS else None

@@ -8,25 +8,25 @@ stream-json` is read as well.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.runs import Runs, TranscriptReader
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
-    NO_USAGE,
     About,
     ModelCall,
-    Runs,
-    ScannedPlace,
     UnknownLineError,
-    WatchedRun,
     count_tokens,
     cut_name,
     identify,
     name_folder,
     read_time,
 )
+from extproc.cli.scan.watch import Watch
 from extproc.sessions.rates import Usage
 
 _MOST_OPEN = 64
@@ -41,7 +41,7 @@ _OF_NO_SESSION: Final = frozenset({"summary", "file-history-snapshot"})
 _NO_MODEL = "<synthetic>"
 
 
-class _ClaudeUsage(msgspec.Struct):
+class _ClaudeUsage(msgspec.Struct):  # in the order of `Usage`
     input_tokens: Any = 0
     output_tokens: Any = 0
     cache_read_input_tokens: Any = 0
@@ -79,54 +79,38 @@ _decode = msgspec.json.Decoder(_ClaudeLine).decode
 _decode_message = msgspec.json.Decoder(_ClaudeMessage).decode
 
 
+@dataclass
 class _Answer:
-    """The newest answer of a conversation, as far as it was read.
+    """The newest answer of a conversation, as far as it was read."""
 
-    A session that goes on from another has copies of its lines, with another session id. The ids of a message and of its
-    request are the same there, and so is its time.
-    """
-
-    def __init__(self, identity: str, line: _ClaudeLine, message: _ClaudeMessage, place: ScannedPlace) -> None:
-        self.identity = identity
-        self.unique = identify(identity, line.agent or "", line.request or line.timestamp or line.uuid or "")
-        self.time = read_time(line.timestamp)
-        self.model = cut_name(message.model)
-        self.place = place
-        self.usage = NO_USAGE
-        self.blocks: list[bytes] = []
-        self.behind: list[bytes] = []
-
-    def make_call(self) -> ModelCall:
-        """The call that it answers."""
-        return ModelCall(self.place, self.time, self.model, self.usage, identity=self.unique)
+    identity: str
+    call: ModelCall
+    blocks: list[bytes] = field(default_factory=list)
+    behind: list[bytes] = field(default_factory=list)
 
 
-class _Open:
-    """An open conversation."""
-
-    def __init__(self, about: About) -> None:
-        self.about = about
-        self.run: WatchedRun | None = None
-        self.answer: _Answer | None = None
+@dataclass
+class _Conversation:
+    run: Watch
+    answer: _Answer | None = None
 
 
-class ClaudeCode:
-    """Reads the lines of a file; see `TranscriptReader`."""
+class ClaudeCode(TranscriptReader):
+    """Reads the lines of a file."""
 
     kind = "Claude Code"
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._open: dict[tuple[str, str], _Open] = {}
+        super().__init__(runs)
+        self._open: dict[tuple[str, str], _Conversation] = {}
         self._sides: dict[str, str] = {}  # of messages in side chains without an agent's id, the first of their chain
 
-    def read(self, data: bytes, place: ScannedPlace) -> bool:
-        """See `TranscriptReader`."""
+    def read(self, data: bytes, place: FilePlace) -> bool:
         try:
             line = _decode(data)
         except BAD_JSON:
             return False
-        session = line.session or line.session_id
+        session = line.session or line.session_id or ""
         if line.type is None and line.about_agent:
             return True  # a file beside that of a sub-agent
         if line.type is None or not (session or line.type in _OF_NO_SESSION):
@@ -135,38 +119,39 @@ class ClaudeCode:
             if line.type not in _NOT_MESSAGES:
                 raise UnknownLineError(line.type)
             if line.subtype == "compact_boundary":
-                self._restart(line, session or "", place)
+                found = self._find(line, session, place)
+                _flush(found)
+                found.run.restart()
             return True
         try:
             message = _decode_message(line.message)
         except BAD_JSON:
             raise UnknownLineError(f"{line.type} without a message") from None
-        found = self._find(line, session or "", place)
+        found = self._find(line, session, place)
         if line.type == "assistant":
-            self._take_answer(found, line, message, place)
+            _take_answer(found, line, message, place)
         elif found.answer is not None and bytes(message.content):
             found.answer.behind.append(b'{"role":"user","content":%b}' % message.content)
         return True
 
     def close(self) -> None:
-        """See `TranscriptReader`."""
         for found in self._open.values():
-            self._end(found)
-        self._open.clear()
-        self._sides.clear()
+            _flush(found)
+            found.run.close()
 
-    def _find(self, line: _ClaudeLine, session: str, place: ScannedPlace) -> _Open:
+    def _find(self, line: _ClaudeLine, session: str, place: FilePlace) -> _Conversation:
         agent = line.agent or line.called_by or (self._find_side(line) if line.side else "")
         found = self._open.get((session, agent))
         if found is None:
             if len(self._open) >= _MOST_OPEN:
-                self._end(self._open.pop(next(iter(self._open))))
+                oldest = self._open.pop(next(iter(self._open)))
+                _flush(oldest)
+                oldest.run.close()
             name = f"{session}/{agent}" if agent else session
             project = cut_name(line.cwd) or name_folder(place.file)
-            about = About(
-                self.kind, cut_name(name), project, "claude-code sub-agent" if agent else "claude-code", cut_name(session)
-            )
-            found = self._open[session, agent] = _Open(about)
+            kind = "claude-code sub-agent" if agent else "claude-code"
+            run = self._runs.open(About(self.kind, cut_name(name), project, kind, cut_name(session)), "messages")
+            found = self._open[session, agent] = _Conversation(run)
         return found
 
     def _find_side(self, line: _ClaudeLine) -> str:
@@ -177,46 +162,35 @@ class ClaudeCode:
             self._sides[uuid] = first
         return first
 
-    def _take_answer(self, found: _Open, line: _ClaudeLine, message: _ClaudeMessage, place: ScannedPlace) -> None:
-        if line.error or message.model == _NO_MODEL:
-            return
-        answer = found.answer
-        if answer is None or not message.id or message.id != answer.identity:
-            self._flush(found)
-            if line.agent_kind:
-                found.about = found.about._replace(agent=cut_name(f"claude-code {line.agent_kind}"))
-            answer = found.answer = _Answer(message.id or "", line, message, place)
-        content = bytes(message.content).strip()
-        if content.startswith(b"["):
-            content = content[1:-1].strip()
-        elif content:
-            content = b'{"type":"text","text":%b}' % content
-        if content:
-            answer.blocks.append(content)
-        if message.usage is not None:
-            counts = (message.usage.input_tokens, message.usage.output_tokens)
-            cached = (message.usage.cache_read_input_tokens, message.usage.cache_creation_input_tokens)
-            usage = [count_tokens(count) for count in (*counts, *cached)]
-            answer.usage = Usage(*map(max, answer.usage, usage))
 
-    def _flush(self, found: _Open) -> None:
-        """The newest answer is complete, and so is what came after it."""
-        answer, found.answer = found.answer, None
-        if answer is None:
-            return
-        if found.run is None:
-            found.run = self._runs.open(found.about, "messages")
-        found.run.ask(answer.make_call())
-        said = b'{"role":"assistant","content":[%b]}' % b",".join(answer.blocks)
-        found.run.add([said, *answer.behind])
+def _take_answer(found: _Conversation, line: _ClaudeLine, message: _ClaudeMessage, place: FilePlace) -> None:
+    if line.error or message.model == _NO_MODEL:
+        return
+    answer = found.answer
+    if answer is None or not message.id or message.id != answer.identity:
+        _flush(found)
+        if line.agent_kind:
+            found.run.about = found.run.about._replace(agent=cut_name(f"claude-code {line.agent_kind}"))
+        # A session that goes on from another has copies of its lines, with another session id. The ids of a message and of
+        # its request are the same there, and so is its time.
+        unique = identify(message.id or "", line.agent or "", line.request or line.timestamp or line.uuid or "")
+        call = ModelCall(place, read_time(line.timestamp), cut_name(message.model), identity=unique)
+        answer = found.answer = _Answer(message.id or "", call)
+    content = bytes(message.content).strip()
+    if content.startswith(b"["):
+        content = content[1:-1].strip()
+    elif content:
+        content = b'{"type":"text","text":%b}' % content
+    if content:
+        answer.blocks.append(content)
+    if message.usage is not None:
+        counts = map(count_tokens, msgspec.structs.astuple(message.usage))
+        answer.call = answer.call._replace(usage=Usage(*map(max, answer.call.usage, counts)))
 
-    def _restart(self, line: _ClaudeLine, session: str, place: ScannedPlace) -> None:
-        found = self._find(line, session, place)
-        self._flush(found)
-        if found.run is not None:
-            found.run.restart()
 
-    def _end(self, found: _Open) -> None:
-        self._flush(found)
-        if found.run is not None:
-            found.run.close()
+def _flush(found: _Conversation) -> None:
+    """The newest answer is complete, and so is what came after it."""
+    answer, found.answer = found.answer, None
+    if answer is not None:
+        found.run.ask(answer.call)
+        found.run.add([b'{"role":"assistant","content":[%b]}' % b",".join(answer.blocks), *answer.behind])

@@ -13,25 +13,24 @@ from typing import Any, Final
 
 import msgspec
 
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.runs import Runs, TranscriptReader
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
     NO_USAGE,
     About,
     ModelCall,
-    Runs,
-    ScannedPlace,
     UnknownLineError,
-    WatchedRun,
-    count_tokens,
     cut_name,
     identify,
     name_folder,
     read_time,
+    read_usage,
 )
+from extproc.cli.scan.watch import Watch
 from extproc.sessions.rates import Usage
 
 _ABOUT: Final = frozenset({"session_meta", "turn_context", "event_msg", "compacted", "world_state", "token_usage_record"})
-_ITEMS: Final = frozenset({"message", "reasoning"})
 _OURS: Final = ("_call", "_output")
 _REASONING: Final = "reasoning"
 
@@ -44,7 +43,6 @@ class _RolloutUsage(msgspec.Struct):
 
 
 class _Info(msgspec.Struct):
-    total_token_usage: msgspec.Raw = msgspec.Raw()
     last_token_usage: _RolloutUsage | None = None
 
 
@@ -74,17 +72,16 @@ _decode = msgspec.json.Decoder(_RolloutLine).decode
 _decode_payload = msgspec.json.Decoder(_Payload).decode
 
 
-class Codex:
-    """Reads the lines of a file; see `TranscriptReader`."""
+class Codex(TranscriptReader):
+    """Reads the lines of a file."""
 
     kind = "Codex"
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._run: WatchedRun | None = None
-        self._session = self._project = self._model = ""
-        self._agent = "codex"
-        self._root = ""
+        super().__init__(runs)
+        self._run: Watch | None = None
+        self._about = About(self.kind, "", "", "codex")
+        self._model = ""
         self._answers = 0  # identifies the answers up to now
         self._begin()
 
@@ -94,10 +91,9 @@ class Codex:
         self._behind: list[bytes] = []
         self._usage = NO_USAGE
         self._time = 0
-        self._place: ScannedPlace | None = None
+        self._place: FilePlace | None = None
 
-    def read(self, data: bytes, place: ScannedPlace) -> bool:
-        """See `TranscriptReader`."""
+    def read(self, data: bytes, place: FilePlace) -> bool:
         try:
             line = _decode(data)
         except BAD_JSON:
@@ -105,7 +101,7 @@ class Codex:
         if line.type is None or not bytes(line.payload):
             return self._take_bare(data, line, place)
         if line.type != "response_item" and line.type not in _ABOUT:
-            if self._session:
+            if self._about.session:
                 raise UnknownLineError(line.type)
             return False
         try:
@@ -118,37 +114,35 @@ class Codex:
             self._take_fact(line.type, payload, place)
         return True
 
-    def _take_bare(self, data: bytes, line: _RolloutLine, place: ScannedPlace) -> bool:
+    def _take_bare(self, data: bytes, line: _RolloutLine, place: FilePlace) -> bool:
         """A line of 2025, without a payload."""
+        known = self._about.session != ""
         if line.record_type is not None:
-            return self._session != ""
+            return known
         if line.type is None:
             head = bool(line.id and line.timestamp and bytes(line.instructions))
             if head:
-                self._session = self._root = cut_name(line.id)
-                self._project = name_folder(place.file)
-                self._answers = identify(self._session)
+                name = cut_name(line.id)
+                self._about = self._about._replace(session=name, project=name_folder(place.file), root=name)
+                self._answers = identify(name)
             return head
         item = line.type.endswith(_OURS) or line.type == _REASONING or (line.type == "message" and line.role is not None)
-        if item and self._session:
+        if item and known:
             self._take_item(data, line.type, line.role, line.timestamp, place)
-        return item and self._session != ""
+        return item and known
 
     def close(self) -> None:
-        """See `TranscriptReader`."""
         self._flush()
         if self._run is not None:
             self._run.close()
-            self._run = None
-        self._session = ""
 
-    def _take_fact(self, kind: str, payload: _Payload, place: ScannedPlace) -> None:
-        if kind == "session_meta" and not self._session:  # a fork has its parent's behind its own
-            self._session = cut_name(payload.id) or "?"
-            self._project = cut_name(payload.cwd) or name_folder(place.file)
-            self._agent = "codex sub-agent" if payload.parent_thread_id else "codex"
-            self._root = cut_name(payload.parent_thread_id) or self._session
-            self._answers = identify(cut_name(payload.forked_from_id) or self._session)
+    def _take_fact(self, kind: str, payload: _Payload, place: FilePlace) -> None:
+        if kind == "session_meta" and not self._about.session:  # a fork has its parent's behind its own
+            name = cut_name(payload.id) or "?"
+            project = cut_name(payload.cwd) or name_folder(place.file)
+            agent = "codex sub-agent" if payload.parent_thread_id else "codex"
+            self._about = About(self.kind, name, project, agent, cut_name(payload.parent_thread_id) or name)
+            self._answers = identify(cut_name(payload.forked_from_id) or name)
         elif kind == "session_meta" and self._run is None and not self._said:
             self._answers = identify(cut_name(payload.id))
         elif kind == "turn_context":
@@ -157,19 +151,14 @@ class Codex:
             self._flush()
             if self._run is not None:
                 self._run.restart()
+        # Both kinds of lines have the counts of the newest answer, and they are told again after each limit of rates.
         elif kind == "token_usage_record" and payload.usage is not None:
-            self._take_usage(payload.usage)
+            self._usage = _read_counts(payload.usage)
         elif payload.type == "token_count" and payload.info is not None and payload.info.last_token_usage is not None:
-            self._take_usage(payload.info.last_token_usage)
-
-    def _take_usage(self, usage: _RolloutUsage) -> None:
-        """Counts of the newest answer. Both kinds of lines have them, and they are told again after each limit of rates."""
-        read, written = count_tokens(usage.cached_input_tokens), count_tokens(usage.cache_write_input_tokens)
-        fresh = max(0, count_tokens(usage.input_tokens) - read - written)
-        self._usage = Usage(fresh, count_tokens(usage.output_tokens), read, written)
+            self._usage = _read_counts(payload.info.last_token_usage)
 
     def _take_item(  # all that is known of an item
-        self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: ScannedPlace
+        self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: FilePlace
     ) -> None:
         ours = role == "assistant" if kind == "message" else kind == _REASONING or kind.endswith("_call")
         if not ours:
@@ -187,8 +176,12 @@ class Codex:
         """The newest answer is complete, and so is what came after it."""
         if self._place is not None:
             if self._run is None:
-                self._run = self._runs.open(About(self.kind, self._session, self._project, self._agent, self._root), "input")
-            call = ModelCall(self._place, self._time, self._model, self._usage, identity=self._answers)
-            self._run.ask(call)
+                self._run = self._runs.open(self._about, "input")
+            self._run.ask(ModelCall(self._place, self._time, self._model, self._usage, identity=self._answers))
             self._run.add([*self._said, *self._behind])
         self._begin()
+
+
+def _read_counts(usage: _RolloutUsage) -> Usage:
+    cached, written = usage.cached_input_tokens, usage.cache_write_input_tokens
+    return read_usage(usage.input_tokens, usage.output_tokens, cached, written)

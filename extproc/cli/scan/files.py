@@ -12,8 +12,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Final, NamedTuple
 
-from extproc.cli.scan.lines import UnreadLines
-from extproc.cli.scan.transcripts import ScannedPlace
+from extproc.cli.packed import FilePlace, Problems
 from extproc.errors import UsageError
 
 _HOMES: Final = (
@@ -28,8 +27,6 @@ EXAMPLE: Final = "; name files or folders, or try `loopguard scan examples/trans
 
 
 class FoundFile(NamedTuple):
-    """A file, with its size in bytes."""
-
     path: str
     size: int
 
@@ -56,13 +53,13 @@ def choose_paths(given: Sequence[str]) -> list[str]:
     return paths
 
 
-def find_files(paths: Sequence[str], unread: UnreadLines, since: float = 0) -> list[FoundFile]:
+def find_files(paths: Sequence[str], problems: Problems, since: float = 0) -> list[FoundFile]:
     """The files below these paths that were changed since a time, in seconds since 1970."""
     seen: set[tuple[int, int]] = set()
-    return [file for path in paths for file in _walk(path, seen, unread, since)]
+    return [file for path in paths for file in _walk(path, seen, problems, since)]
 
 
-def _walk(path: str, seen: set[tuple[int, int]], unread: UnreadLines, since: float) -> Iterator[FoundFile]:
+def _walk(path: str, seen: set[tuple[int, int]], problems: Problems, since: float) -> Iterator[FoundFile]:
     waiting = [path]
     root = os.path.realpath(path)
     while waiting:
@@ -74,15 +71,12 @@ def _walk(path: str, seen: set[tuple[int, int]], unread: UnreadLines, since: flo
             seen.add((found.st_dev, found.st_ino))
             if S_ISDIR(found.st_mode):
                 entries = sorted(Path(path).iterdir(), reverse=True)
-                leading_out = [entry for entry in entries if entry.is_symlink() and not _is_within(entry, root)]
-                for entry in leading_out:
-                    unread.add("link", ScannedPlace(str(entry), 1))
-                waiting += [str(entry) for entry in entries if entry not in leading_out]
+                for entry in entries:
+                    if entry.is_symlink() and not Path(os.path.realpath(entry)).is_relative_to(root):
+                        problems.add("link", FilePlace(str(entry), 1))
+                    else:
+                        waiting.append(str(entry))
             elif S_ISREG(found.st_mode) and found.st_size and found.st_mtime >= since:
                 yield FoundFile(path, found.st_size)
         except OSError as error:
-            unread.add("unreadable", ScannedPlace(path, 1), error.strerror or "")
-
-
-def _is_within(entry: Path, root: str) -> bool:
-    return Path(os.path.realpath(entry)).is_relative_to(root)
+            problems.add("unreadable", FilePlace(path, 1), error.strerror or "")

@@ -12,22 +12,20 @@ from typing import Any, Final
 
 import msgspec
 
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.runs import Runs, TranscriptReader
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
-    NO_USAGE,
     About,
     ModelCall,
-    Runs,
-    ScannedPlace,
     UnknownLineError,
-    WatchedRun,
     count_tokens,
     cut_name,
     identify,
-    name_folder,
     read_time,
+    read_usage,
 )
-from extproc.sessions.rates import Usage
+from extproc.cli.scan.watch import Watch
 
 _USER: Final = "user"
 _ANSWER: Final = "gemini"
@@ -80,61 +78,51 @@ _decode_message = msgspec.json.Decoder(_CliMessage).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class GeminiCli:
-    """Reads the lines of a file; see `TranscriptReader`."""
+class GeminiCli(TranscriptReader):
+    """Reads the lines of a file."""
 
     kind = "Gemini CLI"
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._begin("", "")
-
-    def _begin(self, session: str, kind: str) -> None:
-        self._session, self._kind = session, kind
-        self._run: WatchedRun | None = None
+        super().__init__(runs)
+        self._session = ""
+        self._run: Watch | None = None
         self._newest: _CliMessage | None = None  # an answer that may still be written again
-        self._place: ScannedPlace | None = None
+        self._place: FilePlace | None = None
         self._known: set[str] = set()
 
-    def read(self, data: bytes, place: ScannedPlace) -> bool:
-        """See `TranscriptReader`."""
+    def read(self, data: bytes, place: FilePlace) -> bool:
         try:
             line = _decode(data)
         except BAD_JSON:
             return False
         if line.session and line.project:
-            self._open(line, place)
+            if line.session != self._session:  # else it is told again about the same one
+                self.close()
+                self._session, self._known = cut_name(line.session), set()
+                self._run = self._runs.open(self._describe(place, is_agent=line.kind == "subagent"), "contents")
+            for raw in line.messages or ():
+                try:
+                    self._take(bytes(raw), place)
+                except UnknownLineError as unknown:
+                    self._runs.pass_over(self.kind, unknown, place)
             return True
         changed, rewound = bytes(line.changed), bytes(line.rewound)
-        if not self._session or not (changed or rewound or (line.id and line.type)):
+        if self._run is None or not (changed or rewound or (line.id and line.type)):
             return False
         if rewound or b'"messages"' in changed:  # another history
             self._flush()
-            if self._run is not None:
-                self._run.restart()
+            self._run.restart()
         elif not changed:
             self._take(data, place)
         return True
 
-    def _open(self, line: _CliLine, place: ScannedPlace) -> None:
-        """Begin a session, unless it is told again about the same one."""
-        if line.session != self._session:
-            self.close()
-            self._begin(cut_name(line.session), line.kind or "")
-        for raw in line.messages or ():
-            try:
-                self._take(bytes(raw), place)
-            except UnknownLineError as unknown:
-                self._runs.pass_over(self.kind, unknown, place)
-
     def close(self) -> None:
-        """See `TranscriptReader`."""
         self._flush()
         if self._run is not None:
             self._run.close()
-        self._begin("", "")
 
-    def _take(self, data: bytes, place: ScannedPlace) -> None:
+    def _take(self, data: bytes, place: FilePlace) -> None:
         try:
             message = _decode_message(data)
         except BAD_JSON as error:
@@ -153,21 +141,21 @@ class GeminiCli:
         self._flush()
         if message.type == _ANSWER:
             self._newest, self._place = message, place
-        elif self._run is not None:
+        elif self._run is not None and self._run.is_asked:
             self._run.add([_encode({"role": "user", "parts": _list_parts(message.content)})])
 
     def _flush(self) -> None:
         """The newest answer is complete."""
-        answer, place = self._newest, self._place
-        self._newest = None
-        if answer is None or place is None:
+        answer, place, self._newest = self._newest, self._place, None
+        if answer is None or place is None or self._run is None:
             return
-        if self._run is None:
-            self._run = self._runs.open(self._describe(place), "contents")
+        tokens, calls = answer.tokens or _CliTokens(), answer.calls or []
+        usage = read_usage(tokens.input, tokens.output, tokens.cached)
+        usage = usage._replace(
+            input=usage.input + count_tokens(tokens.tool), output=usage.output + count_tokens(tokens.thoughts)
+        )
         identity = identify(self.kind, answer.id)
-        call = ModelCall(place, read_time(answer.timestamp), cut_name(answer.model), _count(answer.tokens), identity=identity)
-        self._run.ask(call)
-        calls = answer.calls or []
+        self._run.ask(ModelCall(place, read_time(answer.timestamp), cut_name(answer.model), usage, identity=identity))
         said = [*_list_parts(answer.content), *[{"functionCall": _name(each, args=each.args)} for each in calls]]
         messages = [{"role": "model", "parts": said}]
         results = [part for each in calls for part in _list_results(each)]
@@ -175,28 +163,17 @@ class GeminiCli:
             messages.append({"role": "user", "parts": results})
         self._run.add([_encode(message) for message in messages])
 
-    def _describe(self, place: ScannedPlace) -> About:
+    def _describe(self, place: FilePlace, *, is_agent: bool) -> About:
         """Whose session it is, by its folders: the project's, `chats`, and for a sub-agent the session that started it."""
         folder = Path(place.file).parent
-        below = folder.parent.name == _CHATS
-        root = folder.name if below and self._kind == "subagent" else self._session
+        root = folder.name if is_agent and folder.parent.name == _CHATS else self._session
         while _CHATS in {folder.name, folder.parent.name}:
             folder = folder.parent
-        agent = "gemini-cli sub-agent" if self._kind == "subagent" else "gemini-cli"
-        return About(self.kind, self._session, name_folder(str(folder / "_")), agent, cut_name(root))
-
-
-def _count(tokens: _CliTokens | None) -> Usage:
-    """The tokens of a call; those of the input include cached ones."""
-    if tokens is None:
-        return NO_USAGE
-    read = count_tokens(tokens.cached)
-    fresh = max(0, count_tokens(tokens.input) - read) + count_tokens(tokens.tool)
-    return Usage(fresh, count_tokens(tokens.output) + count_tokens(tokens.thoughts), read, 0)
+        agent = "gemini-cli sub-agent" if is_agent else "gemini-cli"
+        return About(self.kind, self._session, cut_name(str(folder)), agent, cut_name(root))
 
 
 def _name(call: _CliCall, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
-    """A call, or its response, with the id by which they belong together."""
     return {"name": call.name, **({"id": call.id} if call.id else {}), **more}
 
 
@@ -207,7 +184,6 @@ def _list_parts(content: Any) -> list[Any]:  # noqa: ANN401  # JSON
 
 
 def _list_results(call: _CliCall) -> list[Any]:
-    """The parts that answer a call; none if it was not answered."""
     parts = _list_parts(call.result)
     if any(isinstance(part, dict) and _RESPONSE in part for part in parts):
         return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import Any, Final
 
 import msgspec
@@ -91,10 +91,9 @@ def _describe(values: Sequence[int | None]) -> dict[str, Any]:
 
 
 def _exceeds(total: Total, limits: Mapping[str, Any]) -> bool:
-    """Whether a limit would have stopped a session."""
-    values = _list_values(total)
-    return (
-        any((values[name] or 0) > limits.get(f"max_{name}", values[name] or 0) for name in values)
-        or any(total.tools[name] > most for name, most in limits.get("max_calls_per_tool", {}).items())
-        or (total.nanos or 0) / 1e9 > limits.get("max_cost_per_session", (total.nanos or 0) / 1e9)
+    used: dict[str, float] = {f"max_{name}": value or 0 for name, value in _list_values(total).items()}
+    used["max_cost_per_session"] = (total.nanos or 0) / 1e9
+    per_tool = limits.get("max_calls_per_tool", {})
+    return any(used[name] > limits.get(name, inf) for name in used) or any(
+        total.tools[name] > per_tool[name] for name in per_tool
     )

@@ -9,27 +9,27 @@ completions, which is read as a logged request.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.atif import read_text
 from extproc.cli.scan.requests import FollowedRequests
-from extproc.cli.scan.trajectories import read_text
+from extproc.cli.scan.runs import Runs, TranscriptReader
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
     About,
     ModelCall,
-    Runs,
-    ScannedPlace,
     UnknownLineError,
-    count_tokens,
     cut_name,
     mend_value,
     name_folder,
     read_time,
+    read_usage,
 )
-from extproc.sessions.rates import Usage, estimate_tokens
+from extproc.sessions.rates import estimate_tokens
 
 _INPUT: Final = "gen_ai.input.messages"
 _MESSAGE_EVENT: Final = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message")
@@ -101,24 +101,31 @@ class _Export(msgspec.Struct):
     metrics: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="resourceMetrics")
 
 
+class _Call(NamedTuple):
+    time: int
+    attributes: Mapping[str, Any]
+    events: Sequence[_Event]
+    trace: str
+    service: Mapping[str, Any]
+
+
 _decode = msgspec.json.Decoder(_Export).decode
 _any = msgspec.json.Decoder()
 _encode = msgspec.json.Encoder().encode
 
 
-class Otlp:
-    """Reads exports; see `TranscriptReader`."""
+class Otlp(TranscriptReader):
+    """Reads exports."""
 
     kind = "OTLP"
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+        super().__init__(runs)
         self._followed = FollowedRequests(runs)
         self._read_any = False
-        self._foreign: dict[str, ScannedPlace] = {}
+        self._foreign: dict[str, FilePlace] = {}
 
-    def read(self, data: bytes, place: ScannedPlace) -> bool:
-        """See `TranscriptReader`."""
+    def read(self, data: bytes, place: FilePlace) -> bool:
         if not any(key in data[:4096] or key in data for key in (b'"resourceSpans"', b'"resourceLogs"', b'"resourceMetrics"')):
             return False
         try:
@@ -129,45 +136,36 @@ class Otlp:
             return False
         if export.spans is None and export.logs is None:
             return bool(bytes(export.metrics))
-        found = [
-            (read_time(span.start), _open_all(span.attributes), span.events or (), span.trace or "", service)
-            for scopes in export.spans or ()
-            for service in [_open_all(scopes.resource.attributes if scopes.resource else None)]
-            for scope in scopes.spans or ()
-            for span in scope.spans or ()
-        ]
-        found += [
-            (read_time(record.time), _open_all(record.attributes), (), record.trace or "", service)
-            for scopes in export.logs or ()
-            for service in [_open_all(scopes.resource.attributes if scopes.resource else None)]
-            for scope in scopes.logs or ()
-            for record in scope.records or ()
-        ]
-        for time, attributes, events, trace, service in sorted(found, key=lambda each: each[0]):
+        found: list[_Call] = []
+        for scopes in [*(export.spans or ()), *(export.logs or ())]:
+            service = _open_all(scopes.resource.attributes if scopes.resource else None)
+            found += [
+                _Call(read_time(span.start), _open_all(span.attributes), span.events or (), span.trace or "", service)
+                for scope in scopes.spans or ()
+                for span in scope.spans or ()
+            ]
+            found += [
+                _Call(read_time(record.time), _open_all(record.attributes), (), record.trace or "", service)
+                for scope in scopes.logs or ()
+                for record in scope.records or ()
+            ]
+        for call in sorted(found, key=lambda each: each.time):
             try:
-                self._take(time, attributes, events, trace, service, place)
+                self._take(call, place)
             except UnknownLineError as unknown:
                 self._runs.pass_over(self.kind, unknown, place)
         return True
 
     def close(self) -> None:
-        """See `TranscriptReader`."""
         if not self._read_any:  # where calls are read, other spans tell the same once more
             for key, place in self._foreign.items():
                 self._runs.pass_over(self.kind, UnknownLineError(f"spans with messages in {key} alone", "unread"), place)
         self._foreign.clear()
         self._followed.close()
 
-    def _take(  # noqa: PLR0913  # all that is known of a span
-        self,
-        time: int,
-        attributes: Mapping[str, Any],
-        events: Iterable[_Event],
-        trace: str,
-        service: Mapping[str, Any],
-        place: ScannedPlace,
-    ) -> None:
-        messages = _list_messages(attributes, events)
+    def _take(self, span: _Call, place: FilePlace) -> None:
+        attributes = span.attributes
+        messages = _list_messages(attributes, span.events)
         if not messages:
             if _find(attributes, _CALLED) is not None and attributes.get("gen_ai.operation.name") not in _OTHER_SPANS:
                 self._read_any = True  # as far as it can be
@@ -178,16 +176,17 @@ class Otlp:
                 self._foreign.setdefault(key, place)
             return  # another span
         self._read_any = True
-        body = _encode({"messages": messages, **({"tools": [{"name": "any"}]} if _mention_tools(attributes, messages) else {})})
-        counts = {name: _find(attributes, keys) for name, keys in _COUNTS.items()}
-        prompt, output = counts["input"], counts["output"]
-        read, written = count_tokens(_number(counts["read"])), count_tokens(_number(counts["written"]))
-        fresh = estimate_tokens(len(body)) if prompt is None else max(0, count_tokens(_number(prompt)) - read - written)
-        usage = Usage(fresh, count_tokens(_number(output)), read, written)
-        call = ModelCall(place, time, cut_name(_find(attributes, _MODELS)), usage, prompt is None or output is None)
-        project = cut_name(service.get("service.name")) or name_folder(place.file)
+        calling = "gen_ai.tool.definitions" in attributes or any("tool_calls" in message for message in messages)
+        body = _encode({"messages": messages, **({"tools": [{"name": "any"}]} if calling else {})})
+        counts = {name: _number(_find(attributes, keys)) for name, keys in _COUNTS.items()}
+        usage = read_usage(counts["input"], counts["output"], counts["read"], counts["written"])
+        if counts["input"] is None:
+            usage = usage._replace(input=estimate_tokens(len(body)))
+        estimated = counts["input"] is None or counts["output"] is None
+        call = ModelCall(place, span.time, cut_name(_find(attributes, _MODELS)), usage, estimated)
+        project = cut_name(span.service.get("service.name")) or name_folder(place.file)
         agent = cut_name(_find(attributes, _AGENTS))
-        session = cut_name(_find(attributes, _SESSIONS)) or cut_name(trace)
+        session = cut_name(_find(attributes, _SESSIONS)) or cut_name(span.trace)
         self._followed.take(body, call, About(self.kind, session, project, agent))
 
 
@@ -234,10 +233,6 @@ def _parse(value: Any) -> Any:  # noqa: ANN401  # JSON
         except BAD_JSON:
             return value
     return value
-
-
-def _mention_tools(attributes: Mapping[str, Any], messages: Iterable[Mapping[str, Any]]) -> bool:
-    return "gen_ai.tool.definitions" in attributes or any("tool_calls" in message for message in messages)
 
 
 def _list_messages(attributes: Mapping[str, Any], events: Iterable[_Event]) -> list[dict[str, Any]]:

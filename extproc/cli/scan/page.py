@@ -10,14 +10,13 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from extproc.cli.scan.report import GROUPS
-from extproc.cli.scan.show import list_problems, list_steps, summarize, write_dollars, write_number, write_path
+from extproc.cli.scan.show import list_problems, list_rows, list_steps, summarize, write_dollars, write_number, write_path
 
 _ROWS = 50
 
 
 def render_scan(document: Mapping[str, Any]) -> str:
-    """Write a report as a page."""
-    groups = [(group, _find_rows(group, document)) for group in GROUPS]
+    groups = [(group, list_rows(document, group, _ROWS)) for group in GROUPS]
     highest = {group: max((row["after_note"]["tokens"] for row in rows), default=0) or 1 for group, rows in groups}
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = "{:,}".format
@@ -35,8 +34,3 @@ def render_scan(document: Mapping[str, Any]) -> str:
         write_number=write_number,
         write_path=write_path,
     )
-
-
-def _find_rows(group: str, document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = document["by"][group]
-    return rows[-_ROWS:] if group == "day" else [row for row in rows if row["looped"]][:_ROWS]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from heapq import heappush, heapreplace
 from typing import Any, Final
 
 import msgspec
 
+from extproc.cli.packed import LONGEST, Problems
 from extproc.cli.scan.limits import Total, recommend_limits
-from extproc.cli.scan.lines import HARMLESS, LONGEST, PROBLEMS, UnreadLines
+from extproc.cli.scan.lines import HARMLESS, PROBLEMS
 from extproc.cli.scan.watch import IDENTIFIED, FoundLoop, RunReport, Spent
 from extproc.cli.scan.work import BatchReport
 
@@ -36,18 +37,17 @@ WORDS: Final = {
 class _Sum:
     """Conversations and loops of one group."""
 
-    __slots__ = ("after_note", "after_stop", "looped", "loops", "runs", "spent", "weak")
-
     def __init__(self) -> None:
         self.runs = self.looped = self.weak = self.loops = 0
         self.spent = self.after_note = self.after_stop = Spent()
 
-    def add_run(self, run: RunReport, loops: list[FoundLoop]) -> None:
+    def add_run(self, run: RunReport) -> None:
+        looped = any(is_loop(loop) for loop in run.loops)
         self.runs += 1
-        self.looped += any(is_loop(loop) for loop in loops)
-        self.weak += bool(loops) and not any(is_loop(loop) for loop in loops)
+        self.looped += looped
+        self.weak += bool(run.loops) and not looped
         self.spent = self.spent.plus(run.spent)
-        for loop in loops:
+        for loop in run.loops:
             self.add_loop(loop)
 
     def add_loop(self, loop: FoundLoop) -> None:
@@ -77,14 +77,14 @@ class ScanReport:
     """Counts conversations and loops.
 
     Attributes:
-        unread: problems with lines and files.
+        problems: with lines and files.
         bytes: number of bytes in all files.
         files: number of files.
     """
 
-    def __init__(self, files: int, size: int, unread: UnreadLines, top: int) -> None:
+    def __init__(self, files: int, size: int, problems: Problems, top: int) -> None:
         """Start empty; keep the `top` worst loops."""
-        self.unread = unread
+        self.problems = problems
         self.files = files
         self.bytes = size
         self._top = top
@@ -100,8 +100,7 @@ class ScanReport:
         self._estimated = False
 
     def add(self, batch: BatchReport) -> None:
-        """Add what some files contained."""
-        self.unread.merge(batch.unread)
+        self.problems.merge(batch.problems)
         for run in batch.runs:
             self._add(run)
 
@@ -113,13 +112,12 @@ class ScanReport:
             if not run.spent.calls:
                 return
         self._add_total(whole)
-        loops = run.loops
-        about, day = run.about, _write_day(run.first)
+        about, day = run.about, (_write_moment(run.first) or NONE)[:10]
         self._kinds[about.kind] = self._kinds.get(about.kind, 0) + 1
-        self._all.add_run(run, loops)
+        self._all.add_run(run)
         for group, name in (("day", day), ("project", about.project or NONE), ("agent", about.agent or NONE)):
-            self._group(group, name).add_run(run, loops)
-        for loop in loops:
+            self._group(group, name).add_run(run)
+        for loop in run.loops:
             for tool in loop.tools[:1] or ("no tool",):
                 sums = self._group("tool", tool)
                 sums.add_loop(loop)
@@ -167,6 +165,10 @@ class ScanReport:
             name = OTHERS
         return sums.setdefault(name, _Sum())
 
+    def _sort(self, group: str) -> list[tuple[str, _Sum]]:
+        listed = sorted(self._groups[group].items())
+        return listed if group == "day" else sorted(listed, key=lambda item: (-item[1].after_note.tokens, -item[1].looped))
+
     def _keep(self, run: RunReport, loop: FoundLoop, calls: int) -> None:
         self._number += 1
         written = _write_loop(run, loop, calls)
@@ -180,7 +182,6 @@ class ScanReport:
             heapreplace(self._worst, item)
 
     def make_document(self) -> dict[str, Any]:
-        """The report, as JSON."""
         return {
             "scan": 1,
             "files": self.files,
@@ -191,39 +192,35 @@ class ScanReport:
             "estimated": self._estimated,
             "copies": self._copies,
             **self._all.write(),
-            "by": {group: _write_groups(group, sums) for group, sums in self._groups.items()},
+            "by": {group: [{"name": name, **each.write()} for name, each in self._sort(group)] for group in GROUPS},
             "worst": [written for _, _, written in sorted(self._worst, key=lambda item: item[:2], reverse=True)],
             "limits": recommend_limits(list(self._totals.values())),
             "found": sorted(self._kept, key=lambda loop: (loop["began"] or "", loop["place"])),
-            "problems": {kind: _write_problem(kind, self.unread) for kind in self.unread.by_kind},
+            "problems": {
+                kind: {
+                    "count": found.count,
+                    "what": PROBLEMS[kind].format(longest=f"{LONGEST // 2**20} MiB"),
+                    "harmless": kind in HARMLESS,
+                    "names": dict(sorted(found.names.items(), key=lambda item: (-item[1], item[0]))),
+                    "first": [str(place) for place in found.places],
+                }
+                for kind, found in self.problems.by_kind.items()
+            },
         }
 
 
 def _leave_out(run: RunReport, copied: Mapping[int, Spent]) -> RunReport:
     """A conversation without the calls that were counted already, and the loops that went on behind these."""
-    left = msgspec.structs.replace(run, spent=_minus(run.spent, copied.values()), loops=[])
+    left = msgspec.structs.replace(run, spent=run.spent.minus(*copied.values()), loops=[])
     for loop in run.loops:
         if loop.ends in copied:
             continue
         noted, stopped = [
-            _minus(spent, [price for number, price in copied.items() if first and first <= number <= loop.ends])
+            spent.minus(*[price for number, price in copied.items() if first and first <= number <= loop.ends])
             for first, spent in ((loop.noted, loop.after_note), (loop.stopped, loop.after_stop))
         ]
         left.loops.append(msgspec.structs.replace(loop, after_note=noted, after_stop=stopped))
     return left
-
-
-def _minus(spent: Spent, parts: Iterable[Spent]) -> Spent:
-    for part in parts:
-        spent = spent.minus(part)
-    return spent
-
-
-def _write_groups(group: str, sums: Mapping[str, _Sum]) -> list[dict[str, Any]]:
-    key: Callable[[tuple[str, _Sum]], Any] = (
-        (lambda item: item[0]) if group == "day" else (lambda item: (-item[1].after_note.tokens, -item[1].looped, item[0]))
-    )
-    return [{"name": name, **each.write()} for name, each in sorted(sums.items(), key=key)]
 
 
 def _write_loop(run: RunReport, loop: FoundLoop, calls: int) -> dict[str, Any]:
@@ -257,21 +254,6 @@ def _write_loop(run: RunReport, loop: FoundLoop, calls: int) -> dict[str, Any]:
 def _write_spent(spent: Spent) -> dict[str, Any]:
     dollars = None if spent.unpriced and not spent.nanos else round(spent.nanos / 1e9, 6)
     return {"calls": spent.calls, "tokens": spent.tokens, "dollars": dollars, "unpriced_tokens": spent.unpriced}
-
-
-def _write_problem(kind: str, unread: UnreadLines) -> dict[str, Any]:
-    found = unread.by_kind[kind]
-    return {
-        "count": found.count,
-        "what": PROBLEMS[kind].format(longest=f"{LONGEST // 2**20} MiB"),
-        "harmless": kind in HARMLESS,
-        "names": dict(sorted(found.names.items(), key=lambda item: (-item[1], item[0]))),
-        "first": [str(place) for place in found.places],
-    }
-
-
-def _write_day(milliseconds: int) -> str:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%d") if milliseconds else NONE
 
 
 def _write_moment(milliseconds: int) -> str | None:

@@ -9,29 +9,30 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
 from extproc.apis import APIS, COUNT_PLACES, open_conversation
-from extproc.apis.conversation import ASSISTANT, ASSISTANTS, OTHER_ROLE, Conversation, Message
+from extproc.apis.conversation import ASSISTANT, ASSISTANTS, OTHER_ROLE, Conversation
 from extproc.apis.messages import CALL, OTHER
 from extproc.apis.usage import find_model
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.runs import Runs, TranscriptReader
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
     About,
     ModelCall,
-    Runs,
-    ScannedPlace,
     UnknownLineError,
-    WatchedRun,
     count_tokens,
     cut_name,
     mend_value,
     name_folder,
     read_time,
 )
+from extproc.cli.scan.watch import Watch
 from extproc.detectors.chain import ChainPlace, Spoken, find_place, read_transcript
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.turn import digest
@@ -76,19 +77,17 @@ _Turn = list[tuple[str, bytes]]
 """Speakers and messages, the assistant's first."""
 
 
+@dataclass(eq=False)
 class _Followed:
     """An open conversation.
 
     Attributes:
         node: the place of its newest request.
-        call: that request, which is judged when the next one shows its answer.
     """
 
-    def __init__(self, run: WatchedRun) -> None:
-        self.run = run
-        self.node = b""
-        self.own = b""
-        self.call: ModelCall | None = None
+    run: Watch
+    node: bytes = b""
+    own: bytes = b""
 
 
 class FollowedRequests:
@@ -103,11 +102,6 @@ class FollowedRequests:
         self._texts: dict[bytes, int] = {}
 
     def take(self, body: bytes, call: ModelCall, about: About) -> None:
-        """Take the next request.
-
-        Raises:
-            UnknownLineError: there is no conversation in it, or none that can be read.
-        """
         unread = self._runs.find_unread(body)
         if unread in NO_HISTORY:
             raise UnknownLineError(unread, "unread")
@@ -125,7 +119,7 @@ class FollowedRequests:
         if place is None or len(messages) != len(speakers):
             raise UnknownLineError(unread or "messages that cannot be told apart", "unread")
         turns = _split(messages, speakers)
-        whole = bool(speakers) and _find_last(speakers) == ASSISTANT  # a whole conversation, not a request
+        whole = next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT  # not a request
         followed = self._find(place)
         if followed is None:
             followed = self._begin(about, conversation)
@@ -155,7 +149,6 @@ class FollowedRequests:
         return True
 
     def close(self) -> None:
-        """There are no more requests."""
         for followed in self._open.values():
             followed.run.close()
         self._open.clear()
@@ -214,17 +207,16 @@ class FollowedRequests:
             self._suffixes[place.own] = number if self._suffixes.get(place.own, number) == number else None
 
 
-class Requests:
-    """Reads requests; see `TranscriptReader`."""
+class Requests(TranscriptReader):
+    """Reads requests."""
 
     kind = "requests"
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+        super().__init__(runs)
         self._followed = FollowedRequests(runs)
 
-    def read(self, data: bytes, place: ScannedPlace) -> bool:
-        """See `TranscriptReader`."""
+    def read(self, data: bytes, place: FilePlace) -> bool:
         try:
             values = _values.decode(data)
         except BAD_JSON:
@@ -251,14 +243,17 @@ class Requests:
         return True
 
     def close(self) -> None:
-        """See `TranscriptReader`."""
         self._followed.close()
 
 
 def _find_body(data: bytes, values: Values, deeper: int) -> tuple[bytes, Values, Values] | None:
     """A body, its values, and those of the object that contains it; None if there is none."""
-    head = next((values[key] for key in _HEADS if key in values), None)
-    if head is not None and _holds_messages(bytes(head).lstrip()[:1], values):
+    first = next((bytes(values[key]).lstrip()[:1] for key in _HEADS if key in values), b"")
+    if (  # a list, a text where a model is named as well, or an object around a list
+        first == b"["
+        or (first == b'"' and "model" in values)
+        or (first == b"{" and b"contents" in bytes(values.get("request", b"")))
+    ):
         return data, values, values
     for key in _BODIES if deeper else ():
         inner = values.get(key)
@@ -277,17 +272,7 @@ def _find_body(data: bytes, values: Values, deeper: int) -> tuple[bytes, Values,
     return None
 
 
-def _holds_messages(first: bytes, values: Values) -> bool:
-    """Whether a body's conversation begins with this byte: a list, or a text where a model is named as well."""
-    return (
-        first == b"["
-        or (first == b'"' and "model" in values)
-        or (first == b"{" and "contents" in bytes(values.get("request", b"")).decode("utf-8", "replace"))
-    )
-
-
 def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
-    """The messages at the end of a path; a text stands for one."""
     raw = msgspec.Raw(body)
     try:
         for key in path:
@@ -295,11 +280,6 @@ def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
         return [bytes(message) for message in _list.decode(raw)]
     except (*BAD_JSON, KeyError):
         return [b""]
-
-
-def _shows_content(message: Message) -> bool:
-    """Whether a message has anything where its API has it."""
-    return any(part.kind != OTHER or part.value is not ABSENT for part in message.read_parts())
 
 
 def _list_keys(body: bytes) -> str:
@@ -315,7 +295,8 @@ def _list_keys(body: bytes) -> str:
 
 def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
     """What the newest answers say in a form that no API has, such as that of an SDK: without it, nothing could repeat."""
-    if not any(map(_shows_content, conversation.read_backwards())):
+    read = (part for message in conversation.read_backwards() for part in message.read_parts())
+    if all(part.kind == OTHER and part.value is ABSENT for part in read):  # nothing is where the API has it
         return "messages with their content under unknown keys"
     newest = list(islice(conversation.read_backwards(), _LOOKED_AT))
     chat = conversation.shape.path == ("messages",)
@@ -349,10 +330,6 @@ def _list_foreign_keys(message: bytes) -> list[str]:
     if said or not isinstance(role, str) or role not in ASSISTANTS:
         return []
     return [key for key, value in values.items() if key not in _BESIDE and _OBJECTS.match(bytes(value))]
-
-
-def _find_last(speakers: Sequence[str]) -> str:
-    return next((speaker for speaker in reversed(speakers) if speaker), "")
 
 
 def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from extproc.cli.commands import count
-from extproc.cli.replay.table import add_row, make_console, make_table, print_table
+from extproc.cli.replay.table import make_console, print_rows
 from extproc.cli.scan.limits import PERCENTS
 from extproc.cli.scan.report import GROUPS
 from extproc.logs import escape_controls, write_json
@@ -39,14 +39,13 @@ _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def print_limits(limits: Mapping[str, Any]) -> None:
-    """Print what sessions took, and limits for them."""
     columns = ("of", *(f"{percent}%" for percent in PERCENTS))
-    table = make_table("", *(f"#{column}" for column in columns))
+    rows = []
     for name, row in limits["took"].items():
         write = write_dollars if name == "dollars" else write_number
-        cells = [row["of"], *[write(row[column]) for column in columns[1:]]]
-        add_row(table, name.replace("_", " "), *cells)
-    print_table(make_console(), "What this share of the sessions took at most, with their sub-agents", table)
+        rows.append((name.replace("_", " "), row["of"], *[write(row[column]) for column in columns[1:]]))
+    title = "What this share of the sessions took at most, with their sub-agents"
+    print_rows(make_console(), title, ("", *[f"#{column}" for column in columns]), rows)
     if limits["session_limits"]:
         told = f"{limits['stopped']:,} of {count_many(limits['without_loop'], 'session')} without a loop"
         print(f"\nThese limits would have stopped {told}; each alone, at most 1%:\n")
@@ -54,7 +53,6 @@ def print_limits(limits: Mapping[str, Any]) -> None:
 
 
 def print_scan(document: Mapping[str, Any]) -> None:
-    """Print a report to standard output."""
     console = make_console()
     for line in summarize(document):
         console.print(Text(escape_controls(line)), soft_wrap=True)
@@ -63,12 +61,18 @@ def print_scan(document: Mapping[str, Any]) -> None:
     worst, *others = [describe_loop(loop, number) for number, loop in enumerate(document["worst"], 1)]
     _print_loops("The worst loop", [worst])
     for group in GROUPS:
-        rows = [row for row in document["by"][group] if row["looped"]] if group != "day" else document["by"][group]
+        rows = list_rows(document, group, _ROWS)
         if len(rows) > 1 or group in {"agent", "tool"}:
-            _print_group(group, rows[-_ROWS:] if group == "day" else rows[:_ROWS])
+            _print_group(group, rows)
     if others:
         _print_loops("The next worst loops", others)
     print("\n--show prints what is repeated, and --html FILE writes a page.")
+
+
+def list_rows(document: Mapping[str, Any], group: str, most: int) -> list[Mapping[str, Any]]:
+    """The last days, or what looped most."""
+    rows: list[Mapping[str, Any]] = document["by"][group]
+    return rows[-most:] if group == "day" else [row for row in rows if row["looped"]][:most]
 
 
 def summarize(document: Mapping[str, Any]) -> list[str]:
@@ -82,7 +86,9 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
             were = "" if kind == "unread" else "was " if unread["count"] == 1 else "were "
             lines.append(f"{count_many(unread['count'], noun)} {were}{what}: {', '.join(unread['names'])}.")
     if document["loops"]:
-        saved, noted = [_write_part(document, after) for after in ("after_stop", "after_note")]
+        whole = document["spent"]["tokens"]
+        parts = [(write_spent(document[after]), document[after]["tokens"]) for after in ("after_stop", "after_note")]
+        saved, noted = [f"{told} ({part / whole:.0%} of all tokens)" if part and whole else told for told, part in parts]
         note = "Loopguard's note at the third identical turn"
         if document["after_stop"]["calls"]:
             lines.append(f"Loopguard would have saved {saved}: it refuses from the seventh identical turn on.")
@@ -106,7 +112,6 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
 
 
 def describe_loop(loop: Mapping[str, Any], number: int) -> list[str]:
-    """One of the worst loops."""
     tools = ", ".join(loop["tools"]) or "no tool"
     began, ended = [datetime.fromisoformat(loop[name]) if loop[name] else None for name in ("began", "ended")]
     span = f" in {write_age((ended - began).total_seconds())}" if began and ended else ""
@@ -143,7 +148,6 @@ def list_problems(problems: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def write_spent(spent: Mapping[str, Any]) -> str:
-    """Calls, tokens and dollars."""
     dollars = "" if not spent["dollars"] else f", {write_dollars(spent['dollars'])}"
     return f"{count_many(spent['calls'], 'call')}, {write_number(spent['tokens'])} tokens{dollars}"
 
@@ -169,18 +173,11 @@ def write_path(path: str) -> str:
 
 
 def write_size(size: int) -> str:
-    """A number of bytes in a unit."""
     return next((f"{size / unit:.1f} {letter.upper()}B" for unit, letter in _UNITS if size >= unit), f"{size} bytes")
 
 
 def count_many(number: int, noun: str) -> str:
-    """A number of things, with thousands apart."""
     return f"{number:,} {count(number, noun).partition(' ')[2]}"
-
-
-def _write_part(document: Mapping[str, Any], after: str) -> str:
-    part, whole = document[after]["tokens"], document["spent"]["tokens"]
-    return f"{write_spent(document[after])}{f' ({part / whole:.0%} of all tokens)' if part and whole else ''}"
 
 
 def _print_loops(title: str, loops: Sequence[Sequence[str]]) -> None:
@@ -194,18 +191,14 @@ def _print_loops(title: str, loops: Sequence[Sequence[str]]) -> None:
 
 def _print_group(group: str, rows: Sequence[Mapping[str, Any]]) -> None:
     head = "#loops" if group == "tool" else "#looped"
-    table = make_table(group, head, "#after note", "#cost", "#after stop", "#cost")
+    table: list[list[object]] = []
     for row in rows:
         name = write_path(row["name"])
         name = name if len(name) <= _WIDTH else f"…{name[1 - _WIDTH :]}"
         looped = row["loops"] if group == "tool" else f"{row['looped']:,} of {row['conversations']:,}"
-        costs = [cell for after in ("after_note", "after_stop") for cell in (row[after]["calls"], _write_cost(row[after]))]
-        add_row(table, name, looped, *costs)
-    print_table(make_console(), _TITLES[group], table)
-
-
-def _write_cost(spent: Mapping[str, Any]) -> str:
-    """Dollars, or tokens without a price; empty if there is nothing."""
-    if not spent["tokens"]:
-        return ""
-    return write_dollars(spent["dollars"]) or f"{write_number(spent['tokens'])} tokens"
+        cells = [name, looped]
+        for spent in (row["after_note"], row["after_stop"]):
+            cost = write_dollars(spent["dollars"]) or f"{write_number(spent['tokens'])} tokens"
+            cells += [spent["calls"], cost if spent["tokens"] else ""]
+        table.append(cells)
+    print_rows(make_console(), _TITLES[group], (group, head, "#after note", "#cost", "#after stop", "#cost"), table)

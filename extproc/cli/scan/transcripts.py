@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
+from extproc.cli.packed import FilePlace
 from extproc.request.document import mend
 from extproc.sessions.rates import Usage
 
@@ -22,17 +22,6 @@ _MOST_TOKENS = 10**12  # of one call; more is no count
 _SECONDS_UNTIL = 253_402_300_800  # the year 10,000
 _MILLISECONDS_FROM = 100_000_000_000
 """Larger numbers are no seconds; neither are they milliseconds from this many times a thousand on."""
-
-
-class ScannedPlace(NamedTuple):
-    """A line of a file."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        """The place in the format of compilers."""
-        return f"{self.file}:{self.line}"
 
 
 class ModelCall(NamedTuple):
@@ -48,7 +37,7 @@ class ModelCall(NamedTuple):
         identity: from `identify`, the same in every file that contains this call; 0 if the format has none.
     """
 
-    place: ScannedPlace
+    place: FilePlace
     time: int = 0
     model: str = ""
     usage: Usage = NO_USAGE
@@ -75,52 +64,6 @@ class About(NamedTuple):
     root: str = ""
 
 
-class WatchedRun(Protocol):
-    """A conversation that is being judged; see `watch.Watch`."""
-
-    def ask(self, call: ModelCall, unread: str = "") -> None:
-        """The model is called with all that was added so far; `unread`: why its request cannot be judged."""
-        ...
-
-    def add(self, messages: Sequence[bytes]) -> None:
-        """Add the model's answer and what came after it, as messages in the form of an API."""
-        ...
-
-    def replace(self, body: bytes) -> None:
-        """Take the turns that a whole request shows, in place of all that were added."""
-        ...
-
-    def restart(self) -> None:
-        """The history was replaced by a summary."""
-        ...
-
-    def close(self) -> None:
-        """There are no more calls."""
-        ...
-
-
-class Runs(Protocol):
-    """Where readers find the conversations of a file."""
-
-    def pass_over(self, kind: str, unknown: UnknownLineError, place: ScannedPlace) -> None:
-        """Note something in a line of a format that is left out."""
-        ...
-
-    def find_unread(self, body: bytes) -> str:
-        """Why a request with this body cannot be judged; empty if it can."""
-        ...
-
-    def open(self, about: About, key: str, *, tools: bool = True) -> WatchedRun:
-        """Begin a conversation.
-
-        Args:
-            about: whose it is.
-            key: the key of messages in a request's body.
-            tools: the agent has tools.
-        """
-        ...
-
-
 class UnknownLineError(Exception):
     """A line that is no part of a conversation as far as its reader knows.
 
@@ -133,28 +76,6 @@ class UnknownLineError(Exception):
         super().__init__(name)
         self.name = name[:_LONGEST_NAME]
         self.kind = kind
-
-
-class TranscriptReader(Protocol):
-    """Reads one format.
-
-    Attributes:
-        kind: its name.
-    """
-
-    kind: str
-
-    def read(self, data: bytes, place: ScannedPlace) -> bool:
-        """Read a JSON value; returns False if it is of another format.
-
-        Raises:
-            UnknownLineError: it is of this format, and of an unknown kind.
-        """
-        ...
-
-    def close(self) -> None:
-        """The file ends."""
-        ...
 
 
 def mend_value(value: bytes) -> bytes:
@@ -199,3 +120,9 @@ def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
 def count_tokens(value: object) -> int:
     """A number of tokens; 0 if it is none."""
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_TOKENS else 0
+
+
+def read_usage(prompt: object, output: object, read: object = 0, written: object = 0) -> Usage:
+    """The tokens of a call; those of its prompt include what was read from a cache, and written to one."""
+    cached = count_tokens(read), count_tokens(written)
+    return Usage(max(0, count_tokens(prompt) - sum(cached)), count_tokens(output), *cached)

@@ -20,13 +20,13 @@ import msgspec
 from extproc.apis import LIST_PATHS
 from extproc.apis.excerpt import Excerpt
 from extproc.apis.messages import CALL
-from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace, cut_name
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.transcripts import About, ModelCall, cut_name
 from extproc.decision import STRONG, Action, Repeat
 from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT, USUAL_TURNS, History
 from extproc.detectors.turn import AnyTurn, Turn
 from extproc.detectors.turns import Turns
 from extproc.engine.engine import Engine
-from extproc.engine.plan import Detector
 from extproc.engine.reading import make_excerpt
 from extproc.policy.loader import load
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
@@ -67,12 +67,10 @@ class Spent(NamedTuple):
     unpriced: int = 0
 
     def plus(self, other: Spent) -> Spent:
-        """The sum."""
         return Spent(*[one + another for one, another in zip(self, other, strict=True)])
 
-    def minus(self, other: Spent) -> Spent:
-        """The difference."""
-        return Spent(*[one - another for one, another in zip(self, other, strict=True)])
+    def minus(self, *others: Spent) -> Spent:
+        return Spent(*[one - sum(parts) for one, *parts in zip(self, *others, strict=True)])
 
 
 class ShownTurn(NamedTuple):
@@ -86,10 +84,8 @@ class ShownTurn(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """The call that a turn answers, and its number."""
-
     number: int
-    call: ModelCall
+    call: ModelCall  # that a turn answers
 
 
 class FoundLoop(msgspec.Struct):
@@ -119,7 +115,7 @@ class FoundLoop(msgspec.Struct):
     strong: bool
     begins: int
     time: int
-    place: ScannedPlace
+    place: FilePlace
     ends: int = 0
     ended: int = 0
     noted: int = 0
@@ -148,7 +144,7 @@ class RunReport(msgspec.Struct):
     """
 
     about: About
-    place: ScannedPlace
+    place: FilePlace
     first: int = 0
     last: int = 0
     spent: Spent = Spent()
@@ -165,7 +161,9 @@ class Judging:
     def __init__(self, *, show: bool) -> None:
         """Load the preset, and the prices, which takes a while."""
         engine = Engine(load([find_preset(DEFAULT_PRESET)], datetime.now(UTC)), datetime.now(UTC))
-        self.detector, self.turns = _find_turns(engine)
+        self.detector, self.turns = next(
+            (each, each.similarity) for each in engine.plans[0].detectors if isinstance(each.similarity, Turns)
+        )
         self.rates = Rates({}, None)
         self.show = show
 
@@ -182,7 +180,6 @@ class Judging:
         return ""
 
     def price(self, call: ModelCall) -> Spent:
-        """What a call cost."""
         tokens = sum(call.usage)
         if call.dollars is not None:
             return Spent(1, tokens, round(call.dollars * 1e9), 0)
@@ -190,15 +187,8 @@ class Judging:
         return Spent(1, tokens, nanos or 0, tokens if nanos is None else 0)
 
 
-def _find_turns(engine: Engine) -> tuple[Detector, Turns]:
-    for detector in engine.plans[0].detectors:
-        if isinstance(detector.similarity, Turns):
-            return detector, detector.similarity
-    raise LookupError("the preset has no detector `turns`")
-
-
 class Watch:
-    """Judges one conversation; see `transcripts.WatchedRun`."""
+    """Judges one conversation. `about` may change until the first call."""
 
     def __init__(self, judging: Judging, about: About, key: str, done: Callable[[RunReport], None], *, tools: bool) -> None:
         self._judging = judging
@@ -216,33 +206,34 @@ class Watch:
         self._before: list[Spent] = [Spent(), Spent()]
         self._report: RunReport | None = None
         self._identified = False
-        self._about = about
+        self.about = about
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the model has been called."""
+        return self._report is not None
 
     def restart(self) -> None:
-        """See `WatchedRun`."""
+        """The history was replaced by a summary."""
         self._turns.clear()
         self._origins.clear()
         self._called.clear()
         self._recent, self._added, self._unanswered = [], 0, False
 
     def replace(self, body: bytes) -> None:
-        """See `WatchedRun`."""
+        """Take the turns that a whole request shows, in place of all that were added."""
         origins = [self._newest, *self._origins]
         self.restart()
         self._take(body)
         self._origins = deque((origins + [None] * USUAL_TURNS)[: len(self._turns)], USUAL_TURNS)
 
     def add(self, messages: Sequence[bytes]) -> None:
-        """See `WatchedRun`.
+        """Add the model's answer and what came after it, as messages in the form of an API.
 
         Some messages have to be read together with those before them: an answer with nothing behind it may be a thought of the
         next one, and what comes behind an empty answer belongs to the one before it.
         """
-        if self._unanswered:
-            self._add_again(messages)
-        elif self._add(messages) or not self._recent:
-            return
-        else:
+        if self._unanswered or (not self._add(messages) and self._recent):
             self._add_again(messages)
 
     def _add(self, messages: Sequence[bytes]) -> bool:
@@ -291,10 +282,8 @@ class Watch:
         return read[0] if read and isinstance(read[0], Turn) else None
 
     def ask(self, call: ModelCall, unread: str = "") -> None:
-        """See `WatchedRun`."""
-        report = self._report
-        if report is None:
-            report = self._report = RunReport(self._about, call.place, call.time)
+        """The model is called with all that was added so far; `unread`: why its request cannot be judged."""
+        report = self._report = self._report or RunReport(self.about, call.place, call.time)
         before = report.spent
         price = self._judging.price(call)
         report.spent = before.plus(price)
@@ -310,7 +299,6 @@ class Watch:
         self._newest = _Origin(report.spent.calls, call)
 
     def close(self) -> None:
-        """See `WatchedRun`."""
         if self._report is not None:
             if not self._identified:
                 del self._report.calls[:]
@@ -378,7 +366,6 @@ class Watch:
 
 
 def _list_calls(turn: AnyTurn) -> list[str]:
-    """The tools that a turn calls, one for each call."""
     try:
         return [cut_name(part.name) for part in turn.parts if part.kind == CALL] if isinstance(turn, Turn) else []
     except NotCounted:
@@ -386,7 +373,6 @@ def _list_calls(turn: AnyTurn) -> list[str]:
 
 
 def _count_back(found: Repeat, history: History) -> int:
-    """How many turns before the newest one a loop begins."""
     if found.rule in {REPEAT, RESULT}:
         return history.again[-1] if history.again else found.count - 1
     return (found.count if found.rule == ERROR else found.calls) - 1

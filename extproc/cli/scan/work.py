@@ -11,10 +11,9 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, Final, NamedTuple
 
+from extproc.cli.packed import LONGEST, FilePlace, Problem, Problems
 from extproc.cli.scan.files import FoundFile
 from extproc.cli.scan.formats import ScannedFile
-from extproc.cli.scan.lines import LONGEST, Unread, UnreadLines
-from extproc.cli.scan.transcripts import ScannedPlace
 from extproc.cli.scan.watch import Judging, RunReport
 from extproc.errors import LoopguardError
 from extproc.request.document import limit_integers
@@ -46,11 +45,10 @@ class BatchReport(NamedTuple):
     """What some files contained: conversations, and problems."""
 
     runs: list[RunReport]
-    unread: dict[str, Unread]
+    problems: dict[str, Problem]
 
 
 def count_processors() -> int:
-    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -88,7 +86,6 @@ def scan_files(
 
 
 def _divide(files: Sequence[FoundFile]) -> list[list[str]]:
-    """Batches of files, the largest files first."""
     batches: list[list[str]] = []
     size = _BATCH_BYTES
     for file in sorted(files, key=lambda each: (-each.size, each.path)):
@@ -101,7 +98,7 @@ def _divide(files: Sequence[FoundFile]) -> list[list[str]]:
 
 
 def _scan(batch: Sequence[str], task: ScanTask, judging: Judging, advance: Callable[[int], object]) -> BatchReport:
-    unread, runs = UnreadLines(), []
+    problems, runs = Problems(), []
 
     def take(report: RunReport) -> None:
         if not task.since or not report.last or report.last >= task.since:
@@ -109,10 +106,10 @@ def _scan(batch: Sequence[str], task: ScanTask, judging: Judging, advance: Calla
 
     for file in batch:
         try:
-            ScannedFile(judging, unread, take).scan(file, advance, task.longest)
+            ScannedFile(judging, problems, take).scan(file, advance, task.longest)
         except Exception as error:  # noqa: BLE001  # one file must not cost the report about all others
-            unread.add("failed", ScannedPlace(file, 1), type(error).__name__)
-    return BatchReport(runs, unread.by_kind)
+            problems.add("failed", FilePlace(file, 1), type(error).__name__)
+    return BatchReport(runs, problems.by_kind)
 
 
 _HERE: dict[str, Any] = {}
@@ -126,10 +123,10 @@ def _start(task: ScanTask, read: Synchronized[int]) -> None:
 
 
 def _scan_here(batch: Sequence[str]) -> BatchReport:
-    return _scan(batch, _HERE["task"], _HERE["judging"], _advance)
-
-
-def _advance(count: int) -> None:
     read = _HERE["read"]
-    with read.get_lock():
-        read.value += count
+
+    def advance(count: int) -> None:
+        with read.get_lock():
+            read.value += count
+
+    return _scan(batch, _HERE["task"], _HERE["judging"], advance)

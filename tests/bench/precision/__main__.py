@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from extproc.cli.commands import add_policy_flag, count, load_policies
+from extproc.cli.packed import FilePlace
 from extproc.cli.replay.command import compile_policies
 from extproc.cli.replay.judge import Judge
-from extproc.cli.replay.logs import LogPlace
 from extproc.cli.replay.records import UnusableError
 from extproc.cli.replay.table import add_row, make_console, make_table, print_table
 from extproc.errors import LoopguardError, UsageError
@@ -125,7 +125,7 @@ def _judge_file(precision: Precision, path: Path) -> list[str]:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
-            place = LogPlace(str(path), number)
+            place = FilePlace(str(path), number)
             try:
                 conversation = read_conversation(line, path.parent)
             except UnusableError as error:

@@ -15,7 +15,7 @@ import msgspec
 from extproc.apis import open_conversation
 from extproc.apis.conversation import ASSISTANT
 from extproc.cli.replay.records import UnusableError
-from extproc.cli.scan.trajectories import TrajectoryStep, write_step
+from extproc.cli.scan.atif import TrajectoryStep, write_step
 from extproc.request.document import Document, NotCounted
 
 LABEL = '{"loop": true, "begins": 4, "success": false, "kind": "a broken tool"}'

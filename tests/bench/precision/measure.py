@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from extproc.cli.packed import FilePlace
 from extproc.cli.replay.judge import Judge
-from extproc.cli.replay.logs import LogPlace
 from extproc.cli.replay.records import Record, Recorded
 from extproc.decision import Action
 from extproc.detectors import KINDS, Similarity
@@ -70,7 +70,7 @@ class Judged(NamedTuple):
         touched: for each level, the numbers of the requests acted on, starting at 1.
     """
 
-    place: LogPlace
+    place: FilePlace
     name: str
     label: Label
     sizes: Sequence[int]
@@ -111,7 +111,7 @@ class Precision:
         self._step_ms = round(seconds * 1000)
         self._now = _BEGIN_MS
 
-    def add(self, place: LogPlace, conversation: Labelled) -> None:
+    def add(self, place: FilePlace, conversation: Labelled) -> None:
         """Judge one conversation."""
         touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {key: ([], []) for key in self.settings}
         for number, body in enumerate(conversation.bodies, 1):

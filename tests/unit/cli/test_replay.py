@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from extproc.cli.replay.counts import Top
+from extproc.cli.replay.report import Top
 from extproc.request.fingerprint import NO_BODY, write_crc32
 from tests.support.access_logs import START, USER, make_record, write_lines
 from tests.support.budget_policies import bucket, limited

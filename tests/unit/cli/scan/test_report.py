@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from extproc.cli.packed import FilePlace
 from extproc.cli.scan.atif import Atif
-from extproc.cli.scan.transcripts import ScannedPlace
 from tests.support import ROOT
 from tests.support.command import Run
 from tests.support.example_transcripts import list_examples
@@ -267,7 +267,7 @@ def test_a_mistake_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write_lines(tmp_path / f"{name}.jsonl", [write_atif(AgentSession([FAILING] * 8, name=name))])
     read = Atif.read
 
-    def fail(self: Atif, data: bytes, place: ScannedPlace) -> bool:
+    def fail(self: Atif, data: bytes, place: FilePlace) -> bool:
         if place.file.endswith("a.jsonl"):
             raise AssertionError("oh")
         return read(self, data, place)

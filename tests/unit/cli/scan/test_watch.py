@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace
+from extproc.cli.packed import FilePlace
+from extproc.cli.scan.transcripts import About, ModelCall
 from extproc.cli.scan.watch import RunReport, Watch
 from extproc.decision import Repeat
 from extproc.request.document import Document, NotCounted
 from tests.support.scanning import JUDGING
 from tests.support.turn_writers import SHAPES, Did
 
-ABOUT, PLACE = About("k", "s", "p", "a"), ScannedPlace("f", 1)
+ABOUT, PLACE = About("k", "s", "p", "a"), FilePlace("f", 1)
 RESULTS = (
     "ok",
     "running",
