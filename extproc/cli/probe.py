@@ -12,11 +12,11 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from extproc.apis import SAMPLES
 from extproc.cli.envoy_check.inspect import CheckReport
+from extproc.cli.envoy_check.show import make_table
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient
@@ -86,7 +86,6 @@ class Result(NamedTuple):
     why: str
 
     def describe(self) -> dict[str, Any]:
-        """As JSON-ready values."""
         sent = {"url": self.url, "path": self.request.path, "request": self.request.name}
         return {**sent, "status": self.answer.status, "verdict": self.verdict, "why": self.why}
 
@@ -125,7 +124,6 @@ def _spell(path: str) -> dict[str, str]:
 
 
 def list_names() -> list[str]:
-    """The names of all requests."""
     return [request.name for request in list_requests("/", "", 0)]
 
 
@@ -248,9 +246,7 @@ def is_guarded(results: Sequence[Result], ignored: Sequence[str]) -> bool:
 def print_results(results: Sequence[Result], console: Console) -> None:
     """Print a table for each listener and path, and a sum."""
     for url, path in dict.fromkeys((result.url, result.path) for result in results):
-        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-        for column in (f"{urlsplit(url)._replace(path=path).geturl()}", "status", "verdict", "why"):
-            table.add_column(Text(escape_controls(column)), overflow="fold")
+        table = make_table(urlsplit(url)._replace(path=path).geturl(), "status", "verdict", "why")
         own = [result for result in results if (result.url, result.path) == (url, path)]
         for result in own:
             style = {GUARDED: "green", UNGUARDED: "bold red"}.get(result.verdict, "")

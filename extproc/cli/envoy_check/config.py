@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.needs import Needs
@@ -55,7 +56,6 @@ class Resources:
 
 
 def find_named(places: Sequence[ConfigPlace], name: str) -> ConfigPlace | None:
-    """The first place with this name."""
     return next((place for place in places if place.get("name").text() == name), None)
 
 
@@ -86,11 +86,13 @@ def _read_dump(configs: ConfigPlace, found: Resources) -> None:
         kind, message = section.message()
         match kind.rpartition(".")[2]:
             case "BootstrapConfigDump":
-                found.version = _read_version(message.get("bootstrap", "node", "user_agent_build_version", "version"))
+                version = message.get("bootstrap", "node", "user_agent_build_version", "version")
+                if version.is_there:
+                    numbers = [version.get(name).number(0) for name in ("major_number", "minor_number")]
+                    found.version = int(numbers[0]), int(numbers[1])
             case "ListenersConfigDump":
-                found.listeners += (item.get("listener").message()[1] for item in message.get("static_listeners").items())
-                active = (item.get("active_state", "listener") for item in message.get("dynamic_listeners").items())
-                found.listeners += (item.message()[1] for item in active if item.is_there)
+                found.listeners += _list_dumped(message, ("static_listeners",), "listener")
+                found.listeners += _list_dumped(message, ("dynamic_listeners",), "active_state", "listener")
             case "RoutesConfigDump":
                 found.routes += _list_dumped(message, ("static_route_configs", "dynamic_route_configs"), "route_config")
             case "ClustersConfigDump":
@@ -99,19 +101,12 @@ def _read_dump(configs: ConfigPlace, found: Resources) -> None:
                 found.extensions += _list_dumped(message, ("ecds_filters",), "ecds_filter")
 
 
-def _list_dumped(message: ConfigPlace, names: Sequence[str], name: str) -> Iterator[ConfigPlace]:
-    for section in names:
-        for item in message.get(section).items():
-            yield item.get(name).message()[1]
+def _list_dumped(message: ConfigPlace, sections: Sequence[str], *names: str) -> list[ConfigPlace]:
+    items = [item.get(*names) for section in sections for item in message.get(section).items()]
+    return [item.message()[1] for item in items if item.is_there]
 
 
-def _read_version(version: ConfigPlace) -> tuple[int, int] | None:
-    if not version.is_there:
-        return None
-    return int(version.get("major_number").number(0)), int(version.get("minor_number").number(0))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """One entry of a virtual host.
 
@@ -119,18 +114,17 @@ class Route:
         around: that host and its RouteConfiguration.
         number: counts from 1.
         chosen: a matcher of the host chooses it, by more than the route says.
-        pattern: the paths of the requests that it takes.
     """
 
     place: ConfigPlace
     around: tuple[ConfigPlace, ConfigPlace]
     number: int
     chosen: bool = False
-    pattern: PathPattern = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Read the match once: it is compared with that of every other route."""
-        object.__setattr__(self, "pattern", read_match(self.match))
+    @cached_property
+    def pattern(self) -> PathPattern:
+        """The paths of the requests that it takes."""
+        return read_match(self.match)
 
     @property
     def name(self) -> str:
@@ -213,7 +207,6 @@ class HttpFilter:
 
 
 def find_managers(resources: Resources) -> Iterator[Manager]:
-    """Every HTTP connection manager of every listener."""
     for listener in resources.listeners:
         chains = [*listener.get("filter_chains").items(), listener.get("default_filter_chain")]
         for chain in chains:
@@ -303,7 +296,6 @@ class GuardedRoute:
 
     @property
     def name(self) -> str:
-        """The route's name."""
         return self.route.name
 
     @property
@@ -322,17 +314,15 @@ def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Gu
     """The filters of a manager that call Loopguard: those with these names or, without names, those that mention Loopguard."""
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
-    return [_make_guard(manager, needs, item) for item in meant]
-
-
-def _make_guard(manager: Manager, needs: Needs, item: HttpFilter) -> Guard:
-    routes = list(_list_on(manager, item))
-    blind = [route for route in routes if not route.is_shown and list_said(item, *route.route.levels)]
-    return Guard(needs, manager, item, [route for route in routes if route.is_shown], blind)
+    guards = []
+    for item in meant:
+        routes = list(_list_on(manager, item))
+        blind = [route for route in routes if not route.is_shown and list_said(item, *route.route.levels)]
+        guards.append(Guard(needs, manager, item, [route for route in routes if route.is_shown], blind))
+    return guards
 
 
 def list_processors(manager: Manager) -> list[str]:
-    """The names of all filters that call another service."""
     return [item.name for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
 
 
@@ -388,6 +378,11 @@ def list_said(item: HttpFilter, *levels: ConfigPlace) -> list[ConfigPlace]:
 
 
 def _read_per_route(entry: ConfigPlace) -> ConfigPlace:
-    """The ExtProcPerRoute, which may be inside a FilterConfig."""
     kind, message = entry.message()
     return message.get("config").message()[1] if kind.endswith(".FilterConfig") else message
+
+
+def find_mirrors(route: Route) -> ConfigPlace | None:
+    """Where a route, or what contains it, has copies of its requests sent to another cluster."""
+    places = [level.get("request_mirror_policies") for level in (route.place.get("route"), *route.around)]
+    return next((place for place in places if place.is_there), None)

@@ -62,7 +62,8 @@ class ConfigPlace:
         place = self
         for name in names:
             value = place.value if isinstance(place.value, dict) else {}
-            spelt = name if name in value else _write_camel_case(name)
+            first, *rest = name.split("_")
+            spelt = name if name in value else first + "".join(part.capitalize() for part in rest)
             place = place._step(spelt if spelt in value else name, value.get(spelt))
         return place
 
@@ -79,7 +80,6 @@ class ConfigPlace:
             yield self._step(str(number), value)
 
     def entries(self) -> Iterator[tuple[str, ConfigPlace]]:
-        """The entries of a map; none for other values."""
         for key in self.value if isinstance(self.value, dict) else ():
             yield key, self.entry(key)
 
@@ -98,7 +98,6 @@ class ConfigPlace:
         return ConfigPlace(value, self.pointer + write_pointer((step,)), self.lines)
 
     def text(self, default: str = "") -> str:
-        """A string, or the name of an enum's value."""
         return self.value if isinstance(self.value, str) else default
 
     def number(self, default: float) -> float:
@@ -114,14 +113,12 @@ class ConfigPlace:
         return found if isinstance(found, bool) else default
 
     def seconds(self, default: float) -> float:
-        """A duration."""
         if isinstance(self.value, dict):
             return self.get("seconds").number(0) + self.get("nanos").number(0) / 1e9
         found = _DURATION.match(self.text())
         return float(found[1]) if found else default
 
     def names(self) -> list[str]:
-        """The strings of a list."""
         return [item.text() for item in self.items()]
 
     def message(self) -> tuple[str, ConfigPlace]:
@@ -130,11 +127,6 @@ class ConfigPlace:
         if f".{kind}".endswith(_TYPED_STRUCTS):
             return self.get("type_url").text().rpartition("/")[2], self.get("value")
         return kind, self
-
-
-def _write_camel_case(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(part.capitalize() for part in rest)
 
 
 def read_file(path: str) -> ConfigPlace:

@@ -86,5 +86,4 @@ def note(code: str, place: ConfigPlace, problem: str, right: str = "", routes: S
 
 
 def report_unknown(place: ConfigPlace, what: str, routes: Sequence[str] = ()) -> Finding:
-    """The note about something that is not understood."""
     return note("not-judged", place, f"{what} cannot be judged", "look at it; --ignore not-judged if it is good", routes)

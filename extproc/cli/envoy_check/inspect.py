@@ -28,8 +28,6 @@ class RouteReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The routes and the findings of a configuration."""
-
     routes: Sequence[RouteReport]
     findings: Sequence[Finding]
 

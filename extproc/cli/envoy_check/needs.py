@@ -54,7 +54,6 @@ class Needs:
 
     @property
     def names_routes(self) -> bool:
-        """Whether a selector names routes."""
         return any(selector.routes for _, selector in self.selectors)
 
 

@@ -77,7 +77,8 @@ class PathPattern:
         if branches := self._list_branches():
             answers = [branch.reaches(prefix) for branch in branches]
             return True if True in answers else None if None in answers else False
-        if self.rest is None or self._is_inside(prefix):
+        lower = str.lower if self.folds else str
+        if self.rest is None or is_below(lower(self.literal), lower(prefix)):
             return None if self.rest is None else True
         base = prefix.rstrip("/")
         below = [prefix, f"{base}/"]
@@ -141,12 +142,6 @@ class PathPattern:
 
     def _begins(self, text: str, start: str) -> bool:
         return text.lower().startswith(start.lower()) if self.folds else text.startswith(start)
-
-    def _is_inside(self, prefix: str) -> bool:
-        """Whether its literal is below the prefix, so that all of its paths are."""
-        if self.folds:
-            return is_below(self.literal.lower(), prefix.lower())
-        return is_below(self.literal, prefix)
 
 
 def _has_letters(text: str) -> bool:
@@ -261,7 +256,6 @@ def list_methods(match: ConfigPlace) -> set[str] | None:
 
 
 def describe_match(match: ConfigPlace) -> str:
-    """The match in short."""
     for name in _FORMS:
         value = match.get(name)
         if value.is_there:

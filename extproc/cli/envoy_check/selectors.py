@@ -94,12 +94,10 @@ def _chooses_late(route: Route) -> bool:
 
 
 def name_clusters(route: Route) -> set[str]:
-    """The clusters to which a route sends requests."""
     action = route.place.get("route")
     weighted = [item.get("name").text() for item in action.get("weighted_clusters", "clusters").items()]
     return {name for name in (action.get("cluster").text(), *weighted) if name}
 
 
 def takes_everything(route: Route) -> bool:
-    """Whether this route matches every request."""
     return route.pattern.covers("/") and not route.conditions

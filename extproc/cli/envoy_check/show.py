@@ -16,7 +16,6 @@ from extproc.logs import escape_controls
 
 
 def make_json(report: CheckReport, source: str) -> dict[str, Any]:
-    """The report as JSON-ready values."""
     return {
         "source": source,
         "good": report.is_good,
@@ -62,10 +61,15 @@ def print_report(report: CheckReport, source: str, console: Console) -> None:
     console.print(f"{told}; notes: {len(report.findings) - hurting - unknown}", soft_wrap=True)
 
 
-def _make_route_table(listener: str, routes: Sequence[RouteReport]) -> Table:
+def make_table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in (f"routes of {listener}", "match", "guarded"):
+    for column in columns:
         table.add_column(_write(column), overflow="fold")
+    return table
+
+
+def _make_route_table(listener: str, routes: Sequence[RouteReport]) -> Table:
+    table = make_table(f"routes of {listener}", "match", "guarded")
     for item in routes:
         guarded = Text(", ".join(item.modes), "green") if item.modes else Text("no")
         table.add_row(_write(item.route.name), _write(describe_match(item.route.match)), guarded)
@@ -88,5 +92,4 @@ def _write_finding(finding: Finding, source: str) -> Iterator[Text]:
 
 
 def _write(text: str) -> Text:
-    """Text of a configuration, in which nothing is markup and nothing controls the terminal."""
-    return Text(escape_controls(text))
+    return Text(escape_controls(text))  # a configuration must not control the terminal

@@ -27,7 +27,6 @@ def check_entries(guard: Guard) -> Iterator[Finding]:
 
 
 def _find_receiver(logger: ConfigPlace) -> str:
-    """The cluster that gets the entries; empty if they go elsewhere."""
     kind, config = logger.get("typed_config").message()
     return config.get("common_config", "grpc_service", "envoy_grpc", "cluster_name").text() if kind == _LOGGER else ""
 

@@ -16,36 +16,30 @@ _ENOUGH = 10_000
 
 
 def check_cluster(guard: Guard) -> Iterator[Finding]:
-    """Check the cluster of a filter."""
     if not guard.cluster:
         return
     cluster = find_named(guard.manager.resources.clusters, guard.cluster)
     if cluster is None:
-        yield _report_missing(guard)
+        place = guard.filter.config.get("grpc_service", "envoy_grpc", "cluster_name")
+        if guard.manager.resources.comes_later:
+            yield note("cluster", place, f"the cluster {guard.cluster!r} is not in this configuration, so it was not checked")
+        else:
+            yield Finding(
+                "cluster", place, f"there is no cluster {guard.cluster!r}: Envoy accepts that, and never asks Loopguard"
+            )
         return
+    members = [cluster]
     if cluster.get("cluster_type", "name").text() == _AGGREGATE:
         names = cluster.get("cluster_type", "typed_config", "clusters").names()
         found = [find_named(guard.manager.resources.clusters, name) for name in names]
         members = [member for member in found if member is not None]
-    else:
-        members = [cluster]
     for member in members:
-        yield from _check_member(member)
-
-
-def _check_member(cluster: ConfigPlace) -> Iterator[Finding]:
-    yield from _check_protocol(cluster)
-    yield from _check_breakers(cluster)
-    if not cluster.get("health_checks").is_there:
-        problem = "Envoy keeps calling a Loopguard that drains or hangs until its connection fails"
-        yield note("health-checks", cluster.get("health_checks"), problem, "health_checks with grpc_health_check, every second")
-
-
-def _report_missing(guard: Guard) -> Finding:
-    place = guard.filter.config.get("grpc_service", "envoy_grpc", "cluster_name")
-    if guard.manager.resources.comes_later:
-        return note("cluster", place, f"the cluster {guard.cluster!r} is not in this configuration, so it was not checked")
-    return Finding("cluster", place, f"there is no cluster {guard.cluster!r}: Envoy accepts that, and never asks Loopguard")
+        yield from _check_protocol(member)
+        yield from _check_breakers(member)
+        health = member.get("health_checks")
+        if not health.is_there:
+            problem = "Envoy keeps calling a Loopguard that drains or hangs until its connection fails"
+            yield note("health-checks", health, problem, "health_checks with grpc_health_check, every second")
 
 
 def _check_protocol(cluster: ConfigPlace) -> Iterator[Finding]:
@@ -66,7 +60,7 @@ def _check_breakers(cluster: ConfigPlace) -> Iterator[Finding]:
     thresholds = cluster.get("circuit_breakers", "thresholds")
     default = next((item for item in thresholds.items() if item.get("priority").text("DEFAULT") == "DEFAULT"), None)
     place = default.get("max_requests") if default is not None else thresholds
-    allowed = place.number(_DEFAULT_REQUESTS) if default is not None else _DEFAULT_REQUESTS
+    allowed = place.number(_DEFAULT_REQUESTS)
     if allowed < _ENOUGH:
         yield Finding(
             "circuit-breakers",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from extproc.apis import API_NAMES, SAMPLES, read_path, write_header_regex
-from extproc.cli.envoy_check.config import Guard, HttpFilter, Route, is_on, list_said, mentions_loopguard
+from extproc.cli.envoy_check.config import Guard, Route, is_on, list_said, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.paths import ANYTHING, BELOW, PathPattern, find_share, list_methods, read_regex
@@ -215,18 +215,13 @@ def _find_target(route: Route) -> tuple[ConfigPlace, PathPattern | None]:
 
 def _read_head(parts: list[str]) -> PathPattern:
     """The paths that begin with a known text; after a group or a variable, anything may follow."""
-    head = parts[0]
-    return PathPattern(head, ANYTHING) if len(head) > 1 else PathPattern(head, None)
+    return PathPattern(parts[0], ANYTHING if len(parts[0]) > 1 else None)
 
 
 def check_programs(guard: Guard) -> Iterator[Finding]:
     """Filters that run a program can do anything with a request, as can those that are delivered later."""
     for item in guard.manager.filters:
-        if item.is_a(*_PROGRAMS) and not mentions_loopguard(item) and _is_used(guard, item):
+        if item.is_a(*_PROGRAMS) and not mentions_loopguard(item) and any(is_on(item, route) for route in guard.manager.routes):
             yield report_unknown(item.place, f"whether {item.name} chooses other routes, or answers guarded requests,")
         elif not item.kind and item.place.get("config_discovery").is_there:
             yield report_unknown(item.place, f"{item.name}, whose configuration is delivered later (ECDS),")
-
-
-def _is_used(guard: Guard, item: HttpFilter) -> bool:
-    return any(is_on(item, route) for route in guard.manager.routes)

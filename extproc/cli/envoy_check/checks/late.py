@@ -79,7 +79,6 @@ def _may_script(config: ConfigPlace) -> bool:
 
 
 def _may_processor(config: ConfigPlace) -> bool:
-    """Whether a processor's responses may clear it: they can ask for it, unless that is turned off."""
     kept = config.get("disable_clear_route_cache").flag() or config.get("route_cache_action").text() == "RETAIN"
     return not kept and not config.get("observability_mode").flag()
 

@@ -109,8 +109,9 @@ def check_request_timeout(guard: Guard) -> Iterator[Finding]:
         problem = f"a throttled request is held for up to {guard.needs.hold:g} s, but Envoy answers 408 after {timeout:g} s"
         yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, guard.needs.hold + 1):g}s")
     for route in guard.guarded if not timeout else ():
-        idle = _find_idle(guard, route)
-        if not idle.seconds(_DEFAULT_IDLE) and not _has_an_end(guard, route):
+        idle, name = _find_idle(guard, route), "max_stream_duration"
+        ends = (route.route.place.get("route", name, name), guard.manager.place.get("common_http_protocol_options", name))
+        if not idle.seconds(_DEFAULT_IDLE) and not any(place.seconds(0) for place in ends):
             problem = "a stalled upload stays buffered, and open in Loopguard, without a limit"
             yield Finding("request-timeout", idle, problem, "idle_timeout: 300s in the route's action", [route.name])
 
@@ -118,13 +119,6 @@ def check_request_timeout(guard: Guard) -> Iterator[Finding]:
 def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
     own = route.route.place.get("route", "idle_timeout")
     return own if own.is_there else guard.manager.place.get("stream_idle_timeout")
-
-
-def _has_an_end(guard: Guard, route: GuardedRoute) -> bool:
-    """Whether the request ends at some time, even if it is active."""
-    name = "max_stream_duration"
-    places = (route.route.place.get("route", name, name), guard.manager.place.get("common_http_protocol_options", name))
-    return any(place.seconds(0) for place in places)
 
 
 def check_idle_timeout(guard: Guard) -> Iterator[Finding]:

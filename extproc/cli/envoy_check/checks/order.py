@@ -7,9 +7,18 @@ reaches an upstream, for callers who are not who they say.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, GuardedRoute, HttpFilter, Route, is_on, list_settings, mentions_loopguard
+from extproc.cli.envoy_check.config import (
+    Guard,
+    GuardedRoute,
+    HttpFilter,
+    Route,
+    find_mirrors,
+    is_on,
+    list_settings,
+    mentions_loopguard,
+)
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.paths import read_match
@@ -39,7 +48,8 @@ def check_refusals(guard: Guard) -> Iterator[Finding]:
             continue
         right = f"{item.name} before {guard.filter.name}"
         if guard.filter.is_of_envoy_gateway:
-            right = f"spec.filterOrder of the EnvoyProxy: [{{name: envoy.filters.http.ext_proc, after: {_find_type(item)}}}]"
+            kind = item.name.partition("/")[0]  # by which Envoy Gateway orders filters, whose own names have more parts
+            right = f"spec.filterOrder of the EnvoyProxy: [{{name: envoy.filters.http.ext_proc, after: {kind}}}]"
         if item.is_a(*_AUTHENTICATION):
             problem = (
                 f"{item.name} runs after Loopguard: requests that it refuses are counted, so a stranger who names a caller can "
@@ -60,44 +70,20 @@ def check_refusals(guard: Guard) -> Iterator[Finding]:
 
 
 def _acts(item: HttpFilter, route: Route) -> bool:
-    """Whether a filter may refuse requests of a route."""
+    """Whether a filter may refuse requests of a route: some do nothing without some settings."""
+    said = list_settings(item, route)
     if not is_on(item, route):
         return False
-    acts = next((acts for kind, acts in _ACTS.items() if item.is_a(kind)), None)
-    return acts is None or acts(item, route)
-
-
-def _has_rules(item: HttpFilter, route: Route) -> bool:
-    said = list_settings(item, route)
-    own = said[0].get("rbac") if said and said[0].get("rbac").is_there else item.config
-    return any(own.get(name).is_there for name in ("rules", "matcher"))
-
-
-def _has_bucket(item: HttpFilter, route: Route) -> bool:
-    said = list_settings(item, route)
-    return any(place.get("token_bucket").is_there for place in (item.config, *said))
-
-
-def _has_limits(item: HttpFilter, route: Route) -> bool:
-    limited = (route.place.get("route"), *route.around)
-    said = list_settings(item, route)
-    return any(place.get("rate_limits").is_there for place in (item.config, *limited, *said))
-
-
-_ACTS: Mapping[str, Callable[[HttpFilter, Route], bool]] = {
-    "rbac.v3.RBAC": _has_rules,
-    "local_ratelimit.v3.LocalRateLimit": _has_bucket,
-    "ratelimit.v3.RateLimit": _has_limits,
-    "jwt_authn.v3.JwtAuthentication": lambda item, _: any(
-        rule.get("requires").is_there for rule in item.config.get("rules").items()
-    ),
-}
-"""Filters that do nothing without some settings."""
-
-
-def _find_type(item: HttpFilter) -> str:
-    """The name by which Envoy Gateway orders filters of a kind, whose own names have more parts."""
-    return item.name.partition("/")[0]
+    if item.is_a("rbac.v3.RBAC"):
+        own = said[0].get("rbac") if said and said[0].get("rbac").is_there else item.config
+        return any(own.get(name).is_there for name in ("rules", "matcher"))
+    if item.is_a("local_ratelimit.v3.LocalRateLimit"):
+        return any(place.get("token_bucket").is_there for place in (item.config, *said))
+    if item.is_a("ratelimit.v3.RateLimit"):
+        return any(place.get("rate_limits").is_there for place in (item.config, route.place.get("route"), *route.around, *said))
+    if item.is_a("jwt_authn.v3.JwtAuthentication"):
+        return any(rule.get("requires").is_there for rule in item.config.get("rules").items())
+    return True
 
 
 def check_tokens(guard: Guard) -> Iterator[Finding]:
@@ -147,13 +133,9 @@ def check_weighted_clusters(guard: Guard) -> Iterator[Finding]:
 def check_mirrors(guard: Guard) -> Iterator[Finding]:
     """A copy may reach Loopguard through a second gateway."""
     for route in guard.guarded:
-        own, host, configuration = route.route.levels
-        for level in (own.get("route"), host, configuration):
-            place = level.get("request_mirror_policies")
-            if place.is_there:
-                problem = "Envoy sends copies of requests to another cluster: behind a second Loopguard, they count again"
-                yield note("mirrors", place, problem, "no ext_proc for the copies there", [route.name])
-                break
+        if place := find_mirrors(route.route):
+            problem = "Envoy sends copies of requests to another cluster: behind a second Loopguard, they count again"
+            yield note("mirrors", place, problem, "no ext_proc for the copies there", [route.name])
 
 
 def check_buffer(guard: Guard) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, GuardedRoute
+from extproc.cli.envoy_check.config import Guard, GuardedRoute, find_mirrors
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 
@@ -47,12 +47,8 @@ def check_client_header(guard: Guard) -> Iterator[Finding]:
 
 
 def _tells_clients(route: GuardedRoute) -> bool:
-    headers = (
-        item.get("header", "value").text()
-        for level in route.route.levels
-        for item in level.get("response_headers_to_add").items()
-    )
-    return any(_WARNING.search(value) for value in headers)
+    headers = [item for level in route.route.levels for item in level.get("response_headers_to_add").items()]
+    return any(_WARNING.search(item.get("header", "value").text()) for item in headers)
 
 
 def check_upgrades(guard: Guard) -> Iterator[Finding]:
@@ -80,7 +76,8 @@ def check_retries(guard: Guard) -> Iterator[Finding]:
 def check_kept_bodies(guard: Guard) -> Iterator[Finding]:
     """A body that is buffered in parts, and kept for retries, may reach the upstream with a part of it repeated."""
     for route in guard.guarded:
-        if route.body_mode != "BUFFERED_PARTIAL" or not _keeps_bodies(route):
+        keeping = _find_retries(route) is not None or find_mirrors(route.route)
+        if route.body_mode != "BUFFERED_PARTIAL" or not keeping:
             continue
         places = [level.get("per_request_buffer_limit_bytes") for level in route.route.levels[:2]]
         nearest = next((place for place in places if place.is_there), places[0])
@@ -95,14 +92,7 @@ def check_kept_bodies(guard: Guard) -> Iterator[Finding]:
             yield Finding("kept-bodies", nearest, problem, right, [route.name])
 
 
-def _keeps_bodies(route: GuardedRoute) -> bool:
-    own, host, configuration = route.route.levels
-    mirrors = (own.get("route"), host, configuration)
-    return _find_retries(route) is not None or any(level.get("request_mirror_policies").is_there for level in mirrors)
-
-
 def _find_retries(route: GuardedRoute) -> ConfigPlace | None:
-    """The retry policy that applies to a route, if any."""
     places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
     return next((place for place in places if place.get("retry_on").text()), None)
 
