@@ -44,7 +44,6 @@ class LoopScreen:
         self._commands = commands
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """See `rich.protocol`."""
         from rich.table import Table  # noqa: PLC0415  # only this command needs it
         from rich.text import Text  # noqa: PLC0415  # as above
 
@@ -105,13 +104,14 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
     lines = []
-    tight = (report.get("budgets") or {"budgets": []})["budgets"]
     for row in [*_list_burning(report), *report["conversations"]]:
-        whom = f"for {_count_sessions(row)}" if "sessions" in row else f" {write_caller(row)}"
+        whom = f" {write_caller(row)}"
+        if "sessions" in row:
+            whom = f"for {count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
         said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row["orders"]]]
         lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
         lines += [f"{command}{more}" for command in row["commands"].values()]
-    for row in tight:
+    for row in (report.get("budgets") or {"budgets": []})["budgets"]:
         if row["commands"]:
             about = f"budget {row['rule']} of {write_caller(row)}"
             lines += ["", f"# {' '.join(about.splitlines())}"]
@@ -160,12 +160,7 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _count_sessions(row: Mapping[str, Any]) -> str:
-    return f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
-
-
 def _list_burning(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The failing tools and the sessions whose agents multiply."""
     return [*[row for row in report["incidents"] if row["active"]], *report.get("explosions", ())]
 
 
@@ -188,31 +183,19 @@ def _write_orders(row: Mapping[str, Any], _: float) -> str:
     return ", ".join(f"{each['kind']} by {each.get('who', 'unknown')} until {each['ends'][11:16]}" for each in row["orders"])
 
 
-def _write_cause(row: Mapping[str, Any], _: float) -> str:
-    return (row.get("cause") or "").replace("_", " ")
-
-
-def _write_since(row: Mapping[str, Any], now: float) -> str:
-    return write_age(now - read_time(row["first_seen"]))
-
-
-def _write_last(row: Mapping[str, Any], now: float) -> str:
-    return write_age(now - read_time(row["last_seen"]))
-
-
 COLUMNS = (
     Column("what repeats", lambda row, _: _write_what(row), 25, grows=True),
     Column(
         "per min", lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"), 10, right=True
     ),
-    Column("since", _write_since, 6, right=True),
+    Column("since", lambda row, now: write_age(now - read_time(row["first_seen"])), 6, right=True),
     Column("now", write_now, 16),
     Column("caller", _write_whom, 19, grows=True),
     Column("spent", lambda row, _: write_cost(row, "cost_sent_on_usd", "input_tokens_sent_on"), 10, 100, right=True),
     Column("spared", lambda row, _: write_cost(row, "cost_not_sent_on_usd", "input_tokens_not_sent_on"), 10, 110, right=True),
-    Column("last", _write_last, 6, 120, right=True),
+    Column("last", lambda row, now: write_age(now - read_time(row["last_seen"])), 6, 120, right=True),
     Column("session", lambda row, _: row.get("session") or "", 16, 140),
-    Column("cause", _write_cause, 16, 160),
+    Column("cause", lambda row, _: (row.get("cause") or "").replace("_", " "), 16, 160),
     Column("policies", lambda row, _: ", ".join(row["policies"]), 30, 190),
     Column("orders", _write_orders, 60, 250),
 )  # fmt: skip

@@ -54,7 +54,6 @@ def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -
 
 
 def add_namespace_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that restricts the policies of a folder."""
     parser.add_argument(
         "--namespace-of",
         action="append",
@@ -65,7 +64,6 @@ def add_namespace_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names the file of the hash key."""
     parser.add_argument(
         "--hash-key-file",
         default="",
@@ -105,6 +103,5 @@ def load_policies(paths: Sequence[str]) -> PolicySet:
 
 
 def print_warnings(warnings: Iterable[object]) -> None:
-    """Print each to stderr."""
     for warning in warnings:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)

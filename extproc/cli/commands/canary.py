@@ -22,7 +22,6 @@ from extproc.options import add_flags as add_options
 from extproc.options import read_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 HELP = "compare shadow policies with the enforcing ones they may replace"
@@ -60,7 +59,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the verdict about each canary; returns the exit code. Raises LoopguardError if nothing is compared."""
     if options.question is None:
         options.show_help()
         return 0
@@ -115,20 +113,16 @@ def _print_canaries(canaries: Sequence[dict[str, Any]]) -> None:
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     for canary in canaries:
-        _print_canary(console, canary)
-
-
-def _print_canary(console: Console, canary: dict[str, Any]) -> None:
-    word, summary = canary["verdict"], canary["summary"]
-    shown = word.replace("_", " ")
-    about = f"{canary['policy']}, canary of {canary['canary_of']}: {summary.removesuffix(shown)}"
-    console.print(escape_controls(about), end="", style="bold", soft_wrap=True)
-    console.print(shown, style=f"bold {_COLORS[word]}", soft_wrap=True)
-    for reason in canary["reasons"]:
-        console.print(escape_controls(f"  {reason}"))
-    console.print(f"  compared since {canary['since']}, by {count(canary['replicas'], 'replica')}")
-    if canary["acts_on"] is not None:
-        console.print(f"  {canary['acts_on']['text']}")
+        word, summary = canary["verdict"], canary["summary"]
+        shown = word.replace("_", " ")
+        about = f"{canary['policy']}, canary of {canary['canary_of']}: {summary.removesuffix(shown)}"
+        console.print(escape_controls(about), end="", style="bold", soft_wrap=True)
+        console.print(shown, style=f"bold {_COLORS[word]}", soft_wrap=True)
+        for reason in canary["reasons"]:
+            console.print(escape_controls(f"  {reason}"))
+        console.print(f"  compared since {canary['since']}, by {count(canary['replicas'], 'replica')}")
+        if canary["acts_on"] is not None:
+            console.print(f"  {canary['acts_on']['text']}")
     new = canary["new"]
     about = "" if new["exact"] else "about "
     tenants = f"{about}{new['tenants']} of {new['of_tenants']}"

@@ -34,7 +34,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list_parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """The parser, and those of its subcommands."""
     found = [parser]
     for action in parser._actions:  # noqa: SLF001  # as above
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  # as above

@@ -27,7 +27,6 @@ Existing files with other content are kept, unless --force is given."""
 
 
 def read_dashboard(name: str) -> str:
-    """One of the files, as text."""
     return (files("extproc.cli") / "dashboards" / name).read_text(encoding="utf-8")
 
 

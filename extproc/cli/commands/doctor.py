@@ -39,7 +39,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
-    """The report of each server; only one for servers that share a store."""
     reports: list[dict[str, Any]] = []
     for client in clients:
         report = client.ask("/coverage")

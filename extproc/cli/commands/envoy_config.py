@@ -25,13 +25,11 @@ _OTHER_HTTPS = 8443
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the policies, and one flag for each option."""
     add_policy_flag(parser, required=False)
     options.add_flags(parser, EnvoyOptions)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the bootstrap, or the parts for another one; returns the exit code."""
     policies = load_policies(given.policy or [find_preset(DEFAULT_PRESET)])
     chosen = options.read_options(EnvoyOptions, vars(given))
     sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))

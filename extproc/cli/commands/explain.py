@@ -14,7 +14,7 @@ from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import read_path
-from extproc.budgets.guard import BUDGET, BudgetStage, make_subject
+from extproc.budgets.guard import BUDGET, make_subject
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, NOTED, Action, Outcome
 from extproc.engine.budget_candidates import BudgetGuard
@@ -166,7 +166,6 @@ def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
 
 
 def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: HttpRequest) -> _Rows:
-    """A row for each of the policy's limit keys that the request does not have."""
     keys = [key for owner, key in missing if owner == policy]
     return [("missing", f"{key}{_explain_missing(key, request)}") for key in keys]
 
@@ -178,7 +177,6 @@ def _list_session_keys(engine: Engine, policy: str) -> _Rows:
 
 
 def _explain_missing(key: str, request: HttpRequest) -> str:
-    """Why a request lacks this descriptor, if that is known."""
     source, _, name = key.partition(":")
     if source == "jwt" and request.read_header("authorization")[:7].lower() == "bearer ":
         return ": authorization: Bearer is given, but not verified; see --claim and --allow-unverified-jwt"
@@ -201,6 +199,10 @@ def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
         status = reserved.rule.refusal.status or (describe_status(final=True) if final else KILLED_STATUS)
         refusal = f"{'report: would reject' if rules.shadow else 'reject'} with {status} ({limit.reason.value})"
         cost = "estimated, settled after the response" if reserved.rule.cost.measured else "fixed before the request is sent on"
+        stages = []
+        for stage in reversed(reserved.rule.stages) if limit.kind == PERIOD else ():
+            delay = f" by {stage.delay_ms} ms" if stage.delay_ms else ""
+            stages.append(("stage", f"{stage.action.value}{delay} from {stage.percent:g} % on"))
         rows = [
             ("policy", f"{guard.plan.id} ({rules.mode})"),
             ("budget", f"{subject.rule}: {subject.limit:.9g}{unit} in {subject.span}"),
@@ -208,15 +210,10 @@ def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
             ("tenant", reserved.tenant),
             ("key", reserved.take.key),
             ("cost", f"{subject.asked:.9g}{unit}, {cost}"),
-            *[("stage", _write_stage(stage)) for stage in reversed(reserved.rule.stages) if limit.kind == PERIOD],
+            *stages,
             ("decision", refusal if final else f"allow while {subject.asked:.9g}{unit} is left, then {refusal}"),
         ]
         _print_rows(rows)
-
-
-def _write_stage(stage: BudgetStage) -> str:
-    delay = f" by {stage.delay_ms} ms" if stage.delay_ms else ""
-    return f"{stage.action.value}{delay} from {stage.percent:g} % on"
 
 
 def _show_known(guard: Guard) -> _Rows:
@@ -259,7 +256,6 @@ def _may_steer(guard: LoopGuard) -> bool:
 
 
 def _show_note(guard: LoopGuard, exchange: Exchange, body: bytes) -> _Rows:
-    """The note for the model, or why it cannot be added."""
     detector, request = guard.detector, exchange.request
     found = guard.repeat
     now = found.step if found is not None and found.looping else 0

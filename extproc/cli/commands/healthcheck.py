@@ -25,15 +25,12 @@ exit code: 0 serving, 1 anything else"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthcheckTls:
-    """The flags for a port with mutual TLS."""
-
     tls_ca: str = option("", str, "CA certificates to verify the server with, if the port uses mutual TLS", "PATH")
     tls_cert: str = option("", str, "client certificate", "PATH")
     tls_key: str = option("", str, "private key of the client certificate", "PATH")
     tls_server_name: str = option("", str, "name in the server's certificate, if it is not the host", "NAME")
 
     def __post_init__(self) -> None:
-        """Refuse incomplete TLS settings."""
         require_together(self, ("tls_ca", "tls_cert", "tls_key"), ("tls_server_name",))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
 
@@ -12,19 +11,15 @@ from extproc.policy.presets import DEFAULT_PRESET, PRESETS, find_preset
 
 
 def read_preset(name: str) -> str:
-    """The text of a preset's policy file."""
     return Path(find_preset(name)).read_text(encoding="utf-8")
 
 
-def _describe_presets() -> Iterator[str]:
-    """Describe each preset in lines for `--help`."""
-    indent = " " * 15
-    for name in PRESETS:
-        description = json.loads(read_preset(name))["description"]
-        yield fill(description, width=100, initial_indent=f"  {name:<13}", subsequent_indent=indent)
-
-
-_PRESET_LINES = "\n".join(_describe_presets())
+_PRESET_LINES = "\n".join(
+    [
+        fill(json.loads(read_preset(name))["description"], 100, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15)
+        for name in PRESETS
+    ]
+)
 
 HELP = "print a policy to start from"
 EXAMPLES = f"""presets:

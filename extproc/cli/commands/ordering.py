@@ -44,13 +44,11 @@ def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", session
 
 
 def add_asking_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the servers to ask, and for the credential."""
     add_admin_flag(parser)
     add_token_flag(parser)
 
 
 def add_token_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for the credential of `make_headers`."""
     parser.add_argument(
         "--token-file",
         metavar="PATH",

@@ -50,7 +50,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(override: Mapping[str, Any]) -> str:
-    """One override in a line."""
     about = [f"{name} {_join(override[name])}" for name in _ABOUT if override.get(name)]
     about += list_amounts(override)
     policy = f"in {override['policy']}" if override.get("policy") else "in all policies"

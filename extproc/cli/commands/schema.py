@@ -17,6 +17,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print the schema; returns the exit code."""
     print(json.dumps(make_schema(), indent=2))
     return 0

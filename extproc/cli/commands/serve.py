@@ -30,7 +30,6 @@ add_flags = settings.add_flags
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end a process that cannot reload yet
     hush_grpc()
     import uvloop  # noqa: PLC0415  # only the server needs it

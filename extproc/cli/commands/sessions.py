@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -13,6 +12,7 @@ from extproc.cli.commands.overrides import write_order
 from extproc.engine.orders import GRANT
 from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
+from extproc.operator.admin.row_states import read_time
 
 HELP = "show what sessions have used, or the report of one session"
 EXAMPLES = """examples:
@@ -89,7 +89,8 @@ def _write_session(session: Mapping[str, Any]) -> str:
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
         refuses = "refused" if session["ended"] else "goes on, although refused"
-        when = "refused before the grant" if _is_granted_since(session) else refuses
+        grants = [read_time(order["since"]) for order in session["orders"] if order["kind"] == GRANT]
+        when = "refused before the grant" if max(grants, default=0) >= read_time(refused["at"]) else refuses
         said.append(f"{when}: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
     if session["granted"]:
         said.append(f"granted: {_write_amounts(session['granted'])}")
@@ -97,15 +98,7 @@ def _write_session(session: Mapping[str, Any]) -> str:
     return "  ".join(said)
 
 
-def _is_granted_since(session: Mapping[str, Any]) -> bool:
-    """Whether a grant in force was given after the last refusal."""
-    refused = datetime.fromisoformat(session["refused"]["at"])
-    grants = [order for order in session["orders"] if order["kind"] == GRANT]
-    return any(datetime.fromisoformat(order["since"]) >= refused for order in grants)
-
-
 def write_tree(session: Mapping[str, Any]) -> list[str]:
-    """A session's agents, each below the one that started it."""
     agents = session["agents"]
     if not (agents["tree"] or agents["refused_requests"]):
         return []
@@ -124,7 +117,6 @@ def _write_amounts(amounts: Mapping[str, Any]) -> str:
 
 
 def _write_run(session: Mapping[str, Any]) -> list[str]:
-    """Why a run ended, what it used, and its refusals and grants."""
     used = session["usage"]
     tokens = _write_tokens(used)
     times = f"{used['total_seconds']} s, model {used['model_seconds']} s, tools {used['tool_seconds']} s"

@@ -53,7 +53,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the loops until Ctrl-C, or once; returns the exit code."""
     from rich.console import Console  # noqa: PLC0415  # only this command needs it
     from rich.live import Live  # noqa: PLC0415  # as above
 
@@ -104,7 +103,6 @@ def make_forest(report: dict[str, Any]) -> Text:
 
 
 def order_sessions(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sessions, each behind the one that seems to have started it."""
     sessions = report["sessions"]
     known = {_name(session, session["session"]) for session in sessions}
     ordered: list[dict[str, Any]] = []

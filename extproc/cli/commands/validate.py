@@ -46,7 +46,10 @@ def run(options: argparse.Namespace) -> int:
         unreadable += unread
     else:
         print_warnings(unread)
-    allows = _allows_unenforced(options)
+    allows = options.allow_unenforced
+    if not (options.strict or allows):
+        environ = {name: value for name, value in os.environ.items() if name == _VARIABLE}
+        allows = read_settings({}, environ).allow_unenforced
     policies, engine = build(files, datetime.now(UTC), allow_unenforced=allows, unreadable=unreadable, namespaces=namespaces)
     overlaps = find_overlaps(policies.sources) if options.strict else []
     print_warnings([*policies.warnings, *policies.unenforced, *overlaps])
@@ -56,10 +59,3 @@ def run(options: argparse.Namespace) -> int:
     number = sum(len(source.policies) for source in policies.sources)
     print(f"good: {number} {'policy' if number == 1 else 'policies'} in {count(len(policies.sources), 'file')}")
     return 0
-
-
-def _allows_unenforced(options: argparse.Namespace) -> bool:
-    if options.strict or options.allow_unenforced:
-        return bool(options.allow_unenforced)
-    environ = {name: value for name, value in os.environ.items() if name == _VARIABLE}
-    return read_settings({}, environ).allow_unenforced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from ipaddress import ip_address
 
 from extproc.errors import UsageError
@@ -18,7 +19,6 @@ _WINDOW = range(65_535, 2**31)
 
 
 def is_ip(host: str) -> bool:
-    """Whether a host is an address rather than a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -36,13 +36,12 @@ def _parse_fitting(text: str, fits: Callable[[Address], object], wanted: str) ->
     return address
 
 
-def _is_peer(address: Address) -> object:
-    """Whether Envoy can connect to it."""
+def _may_be_peer(address: Address) -> object:
     return address.is_unix or (address.port and (is_ip(address.host) or _HOST_NAME.match(address.host)))
 
 
 def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguard.sock") -> Address:
-    peer = _parse_fitting(text, _is_peer, f"HOST:PORT, such as {example}")
+    peer = _parse_fitting(text, _may_be_peer, f"HOST:PORT, such as {example}")
     if text.startswith(":"):
         raise ValueError(f"must name a host, such as {example}")
     return peer
@@ -56,8 +55,7 @@ def _parse_endpoints(text: str) -> tuple[Address, ...]:
     return peers
 
 
-def _parse_upstream(text: str) -> Address:
-    example = "api.example.com:443"
+def _parse_server(text: str, example: str) -> Address:
     peer = _parse_peer(text, example)
     if peer.is_unix:
         raise ValueError(f"must be HOST:PORT, such as {example}")
@@ -65,17 +63,13 @@ def _parse_upstream(text: str) -> Address:
 
 
 def _parse_collector(text: str) -> Address:
-    example = "127.0.0.1:4317"
-    peer = _parse_peer(text, example)
-    if peer.is_unix:
-        raise ValueError(f"must be HOST:PORT, such as {example}")
+    peer = _parse_server(text, "127.0.0.1:4317")
     if peer.port == HTTPS:
         raise ValueError("must be a collector that speaks gRPC without TLS, such as one beside Envoy that sends spans on")
     return peer
 
 
 def _parse_local(text: str) -> Address:
-    """Parse the address on which Envoy listens, for which it resolves no names."""
     wanted = "IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000"
     return _parse_fitting(text, lambda local: not local.is_unix and is_ip(local.host), wanted)
 
@@ -97,7 +91,9 @@ def _parse_bytes(text: str) -> int:
 class EnvoyOptions:
     """The flags of `loopguard envoy-config`."""
 
-    upstream: Address | None = option(None, _parse_upstream, "where requests go; required for a bootstrap", "HOST:PORT")
+    upstream: Address | None = option(
+        None, partial(_parse_server, example="api.example.com:443"), "where requests go; required for a bootstrap", "HOST:PORT"
+    )
     upstream_protocol: str = choice(
         "protocol of the upstream: http2 for gRPC; as-client: the client's", "http1", "http2", "as-client"
     )
@@ -174,16 +170,13 @@ class EnvoyOptions:
 
     @property
     def observes(self) -> bool:
-        """Whether requests never wait for Loopguard."""
         return self.shadow_mode == "observability"
 
     @property
     def speaks_tls(self) -> bool:
-        """Whether Envoy uses TLS to the upstream."""
         return self.upstream_tls or (self.upstream is not None and self.upstream.port == HTTPS)
 
     def __post_init__(self) -> None:
-        """Raise UsageError, naming the flag, for incomplete TLS settings and for flags that contradict another."""
         if self.snippet:
             mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin", "otlp")
             self._refuse(mine, "with --snippet, because they are in that configuration")
@@ -207,7 +200,6 @@ class EnvoyOptions:
             self._refuse(("tolerant_routes",), "where --body-mode duplex has no limit")
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
-        """Raise UsageError if one of these options is given."""
         for item in fields(self):
             given = getattr(self, item.name)
             if item.name in names and given != item.default:

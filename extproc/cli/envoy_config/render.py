@@ -66,6 +66,8 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
     by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in options.endpoints)
     tolerant, usage = _is_tolerant(options) or bool(options.tolerant_routes), _reads_usage(policies, options)
     keeps_length = tolerant or options.body_mode == "duplex"
+    hosts = [endpoint.host for endpoint in options.endpoints if endpoint.host]
+    names = options.endpoint_san or dict.fromkeys(map(parse_subject_name, hosts))
     return {
         "envoy": "1.38" if keeps_length or usage else "1.36",
         "observing": options.observes,
@@ -83,7 +85,14 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
         "loopguard_endpoints": "\n".join(
             f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in options.endpoints
         ),
-        **_describe_loopguard_tls(options),
+        # How Envoy identifies itself to Loopguard, and which certificates it accepts
+        "endpoint_tls": bool(options.endpoint_cert),
+        "endpoint_cert": _quote(options.endpoint_cert),
+        "endpoint_key": _quote(options.endpoint_key),
+        "endpoint_ca": _quote(options.endpoint_ca),
+        "endpoint_sans": "\n".join(
+            f"- {{san_type: {_SAN_TYPES[name.kind]}, matcher: {{exact: {_quote(name.value)}}}}}" for name in names
+        ),
         "traced": (options.trace_tags or options.otlp is not None) and not options.observes,
         "collected": options.otlp is not None,
         "collector_type": "STATIC" if options.otlp is not None and is_ip(options.otlp.host) else "STRICT_DNS",
@@ -95,7 +104,6 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
 
 
 def _is_tolerant(options: EnvoyOptions) -> bool:
-    """Whether bodies above the limit pass on every guarded route."""
     return options.shadow_mode == "partial" or (options.shadow_mode == "off" and options.body_mode == "tolerant")
 
 
@@ -135,22 +143,6 @@ def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
         "streamed_matchers": write_streamed_matchers(),
         # A number with as many digits as the limit, or more, is at least a tenth of it.
         "large_digits": str(len(str(options.buffer_limit))),
-    }
-
-
-def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """How Envoy identifies itself to Loopguard, and which certificates it accepts."""
-    names = options.endpoint_san or dict.fromkeys(
-        parse_subject_name(endpoint.host) for endpoint in options.endpoints if endpoint.host
-    )
-    return {
-        "endpoint_tls": bool(options.endpoint_cert),
-        "endpoint_cert": _quote(options.endpoint_cert),
-        "endpoint_key": _quote(options.endpoint_key),
-        "endpoint_ca": _quote(options.endpoint_ca),
-        "endpoint_sans": "\n".join(
-            f"- {{san_type: {_SAN_TYPES[name.kind]}, matcher: {{exact: {_quote(name.value)}}}}}" for name in names
-        ),
     }
 
 
@@ -217,5 +209,4 @@ def _quote(text: str) -> str:
 
 
 def read_template(name: str) -> str:
-    """A file of package data."""
     return (files("extproc.cli.envoy_config") / "templates" / f"{name}.yaml").read_text(encoding="utf-8")

@@ -99,16 +99,14 @@ def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
     asking = [policy for policy in users if _list_wanted_names(policy)]
     if not asking:
         return ""
-    common = next(
-        (name for name in _list_wanted_names(asking[0]) if all(name in _list_wanted_names(policy) for policy in asking)), ""
+    for name in _list_wanted_names(asking[0]):
+        if all(name in _list_wanted_names(policy) for policy in asking):
+            return name
+    told = ", ".join(f"{policy.id} ({' or '.join(_list_wanted_names(policy))})" for policy in asking)
+    raise UsageError(
+        f"--policy: the path {anchor.path or anchor.api} can have one route name, but its policies ask for different ones: "
+        f"{told}; let them share a name, or leave `routes` out"
     )
-    if not common:
-        told = ", ".join(f"{policy.id} ({' or '.join(_list_wanted_names(policy))})" for policy in asking)
-        raise UsageError(
-            f"--policy: the path {anchor.path or anchor.api} can have one route name, but its policies ask for different ones: "
-            f"{told}; let them share a name, or leave `routes` out"
-        )
-    return common
 
 
 def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Policy]) -> str:

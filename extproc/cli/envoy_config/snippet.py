@@ -95,14 +95,11 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tu
 
 
 def _name_routes(routes: Sequence[GuardedPath]) -> str:
-    """Describe how to find the routes to guard among all routes."""
     if not (routes[0].path or routes[0].api):
         return f"the routes named {', '.join(route.name for route in routes)}"
-    lines = (f"\n#    {_describe_path(route)}, for {', '.join(route.policies)}" for route in routes)
-    return "every route for one of these paths" + "".join(lines)
-
-
-def _describe_path(route: GuardedPath) -> str:
-    if route.api:
-        return f"safe_regex {write_regex(route.api)} ({route.api})"
-    return f"{route.path}{'' if route.exact else ' and below'}"
+    told = "every route for one of these paths"
+    for route in routes:
+        path = f"{route.path}{'' if route.exact else ' and below'}"
+        path = f"safe_regex {write_regex(route.api)} ({route.api})" if route.api else path
+        told += f"\n#    {path}, for {', '.join(route.policies)}"
+    return told

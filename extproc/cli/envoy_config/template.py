@@ -16,7 +16,6 @@ from textwrap import dedent
 
 
 def fill(template: str, values: Mapping[str, str | bool]) -> str:
-    """Fill the template's placeholders."""
     return "".join(line for _, line in _fill_lines(template, values))
 
 
@@ -48,12 +47,7 @@ def _fill_lines(template: str, values: Mapping[str, str | bool]) -> Iterator[tup
             case _ if not shown[-1]:
                 pass
             case [block] if block.startswith("#$"):
-                for item in _indent(str(values[block[2:]]), line[: line.index("#")]):
-                    yield places[-1], item
+                for item in str(values[block[2:]]).splitlines():
+                    yield places[-1], f"{line[: line.index('#')]}{item}".rstrip() + "\n"
             case _:
                 yield places[-1], re.sub(r"\$(\w+)", lambda found: str(values[found[1]]), line)
-
-
-def _indent(block: str, indent: str) -> Iterator[str]:
-    for line in block.splitlines():
-        yield f"{indent}{line}".rstrip() + "\n"

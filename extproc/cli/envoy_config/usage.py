@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from extproc.apis import COUNT_PLACES, EVENT_OBJECTS, MODEL_PLACES, STREAMED_DOCUMENTS
 from extproc.apis.usage import MODEL, USAGE_NAMESPACE
 
@@ -25,13 +23,13 @@ _STREAMED = """\
 def write_rules() -> str:
     """For a response in one document: a rule for each count."""
     counts = [_write_rule(place, name, _NUMBER) for name, places in COUNT_PLACES.items() for place in places]
-    return "\n".join(f"- {rule}" for rule in [*counts, *_write_model_rules()])
+    return "\n".join(f"- {rule}" for rule in [*counts, *_MODEL_RULES])
 
 
 def write_event_rules() -> str:
     """For an event of a stream: a rule for each object with counts, which the parser passes as text."""
     objects = [_write_rule(place, place, _TEXT) for place in EVENT_OBJECTS]
-    return "\n".join(f"- rule: {rule}" for rule in [*objects, *_write_model_rules()])
+    return "\n".join(f"- rule: {rule}" for rule in [*objects, *_MODEL_RULES])
 
 
 def write_streamed_matchers() -> str:
@@ -39,11 +37,10 @@ def write_streamed_matchers() -> str:
     return "\n".join(_STREAMED.replace("$part", part) for part in STREAMED_DOCUMENTS)
 
 
-def _write_model_rules() -> Iterable[str]:
-    return [_write_rule(place, MODEL, _TEXT) for place in MODEL_PLACES]
-
-
 def _write_rule(place: str, name: str, kind: str) -> str:
     keys = ", ".join(f"{{key: {key}}}" for key in place.split("."))
     put = f"{{metadata_namespace: {USAGE_NAMESPACE}, key: {name}, type: {kind}}}"
     return f"{{selectors: [{keys}], on_present: {put}}}"
+
+
+_MODEL_RULES = [_write_rule(place, MODEL, _TEXT) for place in MODEL_PLACES]
