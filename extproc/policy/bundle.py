@@ -7,7 +7,7 @@ beside the field; rules that compare fields are in `rules.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from inspect import cleandoc
 from string import Formatter
@@ -121,16 +121,13 @@ def _check_host(value: str) -> str:
     return normalize_host(value)
 
 
-def _check_api(value: str) -> str:
-    if value not in API_NAMES:
-        raise make_error(f"must be one of {', '.join(API_NAMES)}")
-    return value
+def _require(fits: Callable[[str], object], message: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not fits(value):
+            raise make_error(message)
+        return value
 
-
-def _check_any(value: str) -> str:
-    if value != ANY_API:
-        raise make_error(f"must be '{ANY_API}', or a list of {', '.join(API_NAMES)}")
-    return value
+    return AfterValidator(check)
 
 
 def _check_header(value: str) -> str:
@@ -139,24 +136,6 @@ def _check_header(value: str) -> str:
     if value.lower() == "host":
         raise make_error("must be another header", ", which every request has; use hosts in the selector")
     return value.lower()
-
-
-def _check_id(value: str) -> str:
-    if not _ID.match(value):
-        raise make_error("must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")
-    return value
-
-
-def _check_hash(value: str) -> str:
-    if not _HASH.match(value):
-        raise make_error("must be the 16 hex digits of a caller, as in logs")
-    return value
-
-
-def _check_alias(value: str) -> str:
-    if not ALIAS.match(value) or _HASH.match(value):
-        raise make_error("must be 1 to 64 of the characters A-Z a-z 0-9 _ . @ -, and no hash")
-    return value
 
 
 def _check_note(value: str) -> str:
@@ -192,23 +171,46 @@ def _check_timestamp(value: object) -> object:
 OBJECT, LIST = "(object)", "(list)"
 """Tags that pydantic adds to the places of errors in a value that may be a list, unlike any key; they are removed again."""
 
+_NAMES = ", ".join(API_NAMES)
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
 _HOST_PATTERN: dict[str, Any] = {"pattern": r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"}
 
 Path = Annotated[str, AfterValidator(_check_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
 Method = Annotated[str, AfterValidator(_check_method), Field(json_schema_extra=_TOKEN)]
 Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST_PATTERN)]
-Api = Annotated[str, AfterValidator(_check_api), Field(json_schema_extra={"enum": [*API_NAMES]})]
+Api = Annotated[
+    str, _require(API_NAMES.__contains__, f"must be one of {_NAMES}"), Field(json_schema_extra={"enum": [*API_NAMES]})
+]
 Apis = Annotated[
-    Annotated[str, AfterValidator(_check_any), Field(json_schema_extra={"const": ANY_API}), Tag(OBJECT)]
+    Annotated[
+        str,
+        _require(ANY_API.__eq__, f"must be '{ANY_API}', or a list of {_NAMES}"),
+        Field(json_schema_extra={"const": ANY_API}),
+        Tag(OBJECT),
+    ]
     | Annotated[Annotated[list[Api], Field(min_length=1)], Tag(LIST)],
     Discriminator(lambda value: LIST if isinstance(value, list) else OBJECT),
 ]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
-Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
+Id = Annotated[
+    str,
+    _require(_ID.match, "must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"),
+    Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"}),
+]
 NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
-CallerHash = Annotated[str, AfterValidator(_check_hash), Field(json_schema_extra={"pattern": "^[0-9a-f]{16}$"})]
-Alias = Annotated[str, AfterValidator(_check_alias), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.@-]{1,64}$"})]
+CallerHash = Annotated[
+    str,
+    _require(_HASH.match, "must be the 16 hex digits of a caller, as in logs"),
+    Field(json_schema_extra={"pattern": "^[0-9a-f]{16}$"}),
+]
+Alias = Annotated[
+    str,
+    _require(
+        lambda value: ALIAS.match(value) and not _HASH.match(value),
+        "must be 1 to 64 of the characters A-Z a-z 0-9 _ . @ -, and no hash",
+    ),
+    Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.@-]{1,64}$"}),
+]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
@@ -503,21 +505,14 @@ _ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
 """An attribute in a docstring, with its continuation lines."""
 
 
-def _read_attributes(model: type[JsonObject]) -> dict[str, str]:
-    """The text about each attribute in the docstrings of a model and its bases."""
-    said: dict[str, str] = {}
+def _describe(definition: dict[str, Any], model: type[JsonObject]) -> None:
+    """Add the text about each attribute, in the docstrings of a model and its bases, where editors show it."""
+    definition["description"] = cleandoc(model.__doc__ or "").partition("\n\nAttributes:\n")[0]
     for owner in reversed(model.__mro__):
         _, _, attributes = cleandoc(owner.__doc__ or "").partition("Attributes:\n")
-        found = _ATTRIBUTE.findall(attributes)
-        said |= {name: " ".join(text.split()) for name, text in found if name in model.model_fields}
-    return said
-
-
-def _describe(definition: dict[str, Any], model: type[JsonObject]) -> None:
-    """Add the text about each attribute to its property, where editors show it."""
-    definition["description"] = cleandoc(model.__doc__ or "").partition("\n\nAttributes:\n")[0]
-    for name, text in _read_attributes(model).items():
-        definition["properties"][name]["description"] = text
+        for name, text in _ATTRIBUTE.findall(attributes):
+            if name in model.model_fields:
+                definition["properties"][name]["description"] = " ".join(text.split())
 
 
 def _list_models(model: type[JsonObject]) -> Iterator[type[JsonObject]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import NamedTuple
@@ -107,27 +107,20 @@ def judge(file: str, found: Found, now: datetime, rules: FileRules) -> Verdict:
     return Verdict(found.sha256, now, errors, parsed)
 
 
+@dataclass
 class _Chooser:
     """The versions of files that have been chosen so far, and whether each is the one in force."""
 
-    def __init__(
-        self,
-        standing: Mapping[str, KeptFile],
-        known: Mapping[str, Verdict],
-        compiled: Container[str],
-        now: datetime,
-        rules: FileRules,
-    ) -> None:
-        self.standing = standing
-        self.known = known
-        self.compiled = compiled
-        self.now = now
-        self.rules = rules
-        self.chosen: dict[str, tuple[ParsedFile, bool]] = {}
-        self.checked: dict[str, datetime] = {}
-        self.refused: dict[str, list[BundleError]] = {}
-        self.verdicts: dict[str, Verdict] = {}
-        self.scrap: list[object] = []
+    standing: Mapping[str, KeptFile]
+    known: Mapping[str, Verdict]
+    compiled: Container[str]
+    now: datetime
+    rules: FileRules
+    chosen: dict[str, tuple[ParsedFile, bool]] = field(default_factory=dict)
+    checked: dict[str, datetime] = field(default_factory=dict)
+    refused: dict[str, list[BundleError]] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    scrap: list[object] = field(default_factory=list)
 
     def consider(self, file: str, found: Found) -> None:
         """Choose the file on disk, if it has no errors of its own."""
@@ -145,15 +138,11 @@ class _Chooser:
         """Return to the file in force, if there is one."""
         self.refused[file] = errors
         parsed, stood = self.chosen.pop(file, (None, False))
-        if parsed is not None and parsed is not self._recall(file):
+        known = self.known.get(file)  # the result of an earlier load, which may be needed again
+        if parsed is not None and (known is None or parsed is not known.judged):
             self.scrap += [*parsed.shed(), *(parsed.source.policies if parsed.source is not None else ())]
         if not stood:
             self.restore(file)
-
-    def _recall(self, file: str) -> ParsedFile | None:
-        """The result of an earlier load, which may be needed again."""
-        verdict = self.known.get(file)
-        return verdict.judged if verdict is not None else None
 
     def restore(self, file: str) -> None:
         """Choose the file in force, if there is one. Without compiled policies, it is parsed again."""

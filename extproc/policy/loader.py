@@ -388,8 +388,11 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
 def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, report: ParsedFile) -> Source:
     envelope = _validate(Envelope, document, (), report)
     _check_times(document, now, report)
-    switches = _parse_kill_switches(_list_below(document, "kill_switches"), now, report)
-    policies = _parse_policies(_list_below(document, "policies"), ("policies",), report)
+    # Other values than arrays are reported by the model
+    below = [document.get(key) for key in ("kill_switches", "policies")]
+    entries, raw = [value if isinstance(value, list) else [] for value in below]
+    switches = _parse_kill_switches(entries, now, report)
+    policies = _parse_policies(raw, ("policies",), report)
     if envelope is None:
         return Source(report.file, sha256, policies)
     return Source(
@@ -402,12 +405,6 @@ def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, repor
         switches,
         _find_end(envelope.kill_switch_override),
     )
-
-
-def _list_below(document: Mapping[str, Any], key: str) -> list[Any]:
-    """The array below a key; empty if it is not an array, which the models report."""
-    listed = document.get(key)
-    return listed if isinstance(listed, list) else []
 
 
 def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) -> list[tuple[int, KillSwitch]]:
@@ -424,7 +421,7 @@ def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) 
 
 
 def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: ParsedFile) -> bool:
-    """Report warnings about a valid kill switch; returns whether it can have an effect."""
+    """Whether a valid kill switch can have an effect."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
         why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -14,7 +14,6 @@ from extproc.budgets.rule_keys import CONFIGS, Rule
 from extproc.objects import Place
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Policy
-from extproc.policy.shapes import find_object, list_objects
 from extproc.request.limit_keys import KEY_TAG, OBJECT_TAG
 
 _LONGEST = 60
@@ -25,6 +24,58 @@ _NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), (
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
 """Makes a sentence from a field's name and the error's context from pydantic."""
+
+
+def _find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
+    """The model of the object at a place below another model's; None if any key is allowed there, or no object."""
+    found: Any = model
+    for step in place:
+        found = _step_down(found, step)
+    models = [one for one in _list_alternatives(found) if _is_model(one)]
+    return models[0] if len(models) == 1 else None
+
+
+def _list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every object below a model, by name: its place, or an entry of the list or mapping that contains it."""
+    found = [
+        (f"an entry of {name}" if held else f"{above}{name}", one)
+        for name, field in model.model_fields.items()
+        for held, one in _list_models(field.annotation)
+    ]
+    yield from found
+    for name, one in found:
+        yield from _list_objects(one, f"{name}/" if not name.startswith("an ") else "")
+
+
+def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN401  # an annotation
+    """The models that a field may contain, and whether only in a list or a mapping."""
+    alternatives = _list_alternatives(kind)
+    alone = [(False, one) for one in alternatives if _is_model(one)]
+    items = [item for one in alternatives if get_origin(one) in (list, dict) for item in _list_alternatives(get_args(one)[-1])]
+    return alone or [(True, item) for item in items if _is_model(item)]
+
+
+def _step_down(kind: Any, step: str | int) -> Any:  # noqa: ANN401  # annotations
+    """The annotation one step below."""
+    for one in _list_alternatives(kind):
+        if _is_model(one) and step in one.model_fields:
+            return one.model_fields[step].annotation
+        if get_origin(one) is (list if isinstance(step, int) else dict):
+            return get_args(one)[-1]
+    return None
+
+
+def _list_alternatives(kind: Any) -> list[Any]:  # noqa: ANN401  # annotations
+    """The members of a union, without annotations."""
+    if get_origin(kind) is Annotated:
+        return _list_alternatives(get_args(kind)[0])
+    if get_origin(kind) in (list, dict, None):
+        return [kind]
+    return [found for member in get_args(kind) for found in _list_alternatives(member)]
+
+
+def _is_model(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def explain(model: type[BaseModel], failure: ValidationError) -> Iterator[tuple[Place, str]]:
@@ -131,14 +182,14 @@ _FEW = 12
 """Maximum number of an object's keys to list, if it is unclear which was meant."""
 
 _MODELS: dict[str, type[BaseModel]] = {"the bundle": Envelope, "the policy": Policy}
-_MODELS |= sorted(list_objects(Policy), key=lambda found: "session_limits" in found[0])
-_MODELS |= {**dict(list_objects(Envelope)), "a kill switch": bundle.KillSwitch}
+_MODELS |= sorted(_list_objects(Policy), key=lambda found: "session_limits" in found[0])
+_MODELS |= {**dict(_list_objects(Envelope)), "a kill switch": bundle.KillSwitch}
 """Each object of a policy file, in the order in which they are searched for a misplaced key."""
 
 
 def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
     """Which key was meant, or where it belongs."""
-    own = find_object(model, place[:-1])
+    own = _find_object(model, place[:-1])
     keys = list(own.model_fields) if own is not None else []
     started = [key for key in keys if key.startswith(f"{name}_") or name.startswith(f"{key}_") or f"_{name}_" in key]
     if len(started) == 1:
@@ -169,7 +220,7 @@ def _find_owner(name: str, place: Place) -> str:
 
 def _phrase_object(model: type[BaseModel], name: str, place: Place) -> str:
     """What an object must be, with its keys if they are few."""
-    own = find_object(model, place)
+    own = _find_object(model, place)
     if own is None or len(own.model_fields) > _FEW or own.model_config.get("extra") == "allow":
         return f"{name} must be an object"
     keys = ", ".join(f'"{key}"' for key in own.model_fields)

@@ -255,7 +255,8 @@ def _find_raised_errors(
     tools = loop.get("tools")
     raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more, "weak_threshold": None}
     if isinstance(tools, dict):
-        raised["tools"] = {tool: _raise_tool(entry, more) for tool, entry in tools.items()}
+        limited = [tool for tool, entry in tools.items() if isinstance(entry, dict) and isinstance(entry.get("threshold"), int)]
+        raised["tools"] = tools | {tool: tools[tool] | {"threshold": tools[tool]["threshold"] + more} for tool in limited}
     known = {where for where, _ in _find_threshold_errors(loop, place, kind)}
     for where, message in _find_threshold_errors(raised, place, kind):
         if where == (*place, _THRESHOLD):
@@ -270,12 +271,6 @@ def _find_threshold(loop: dict[str, Any], kind: type[Similarity]) -> int | None:
     if threshold is None:
         return kind.default_threshold
     return threshold if isinstance(threshold, int) else None
-
-
-def _raise_tool(entry: Any, more: int) -> Any:  # noqa: ANN401  # raw JSON
-    if not isinstance(entry, dict) or not isinstance(entry.get("threshold"), int):
-        return entry
-    return entry | {"threshold": entry["threshold"] + more}
 
 
 def _find_similarity_errors(
@@ -298,7 +293,9 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
         looking = f"similarity {' or '.join(_REMEMBERING)} and session_limits do"
         yield ("spec", "session"), f"nothing in this policy uses sessions; {looking}"
     yield from _find_unnamed_agents(policy)
-    yield from _find_idle_detectors(policy)
+    for place, loop in _list_entries(policy):
+        if loop.model_fields_set and "enabled" not in loop.model_fields_set:
+            yield place, _OFF
     yield from _find_idle_steering(policy)
     yield from _find_idle_keys(policy)
     yield from _find_idle_ramp(policy.spec)
@@ -397,19 +394,6 @@ def _list_entries(policy: Policy) -> list[tuple[Place, LoopDetection]]:
     return [(place, loops)] if loops is not None else []
 
 
-def _find_idle_detectors(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find detectors that do not set `enabled`."""
-    for place, loop in _list_entries(policy):
-        if loop.model_fields_set and "enabled" not in loop.model_fields_set:
-            yield place, _OFF
-
-
-def _name_noted(loop: LoopDetection) -> str:
-    """The actions of an entry that need a note."""
-    named = [loop.action, *[name for name, _ in loop.escalate.list_steps()]]
-    return " and ".join([action.value for action in Action if action in NOTED and action.value in named])
-
-
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find detectors that steer although no request can be steered."""
     for place, loop in _list_entries(policy):
@@ -417,7 +401,9 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
             continue
         why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"
         if loop.similarity == "mcp" or loop.body == "ignore":
-            yield place, f"{_name_noted(loop)} cannot add a note to {why}: they go on with a warning"
+            named = [loop.action, *[name for name, _ in loop.escalate.list_steps()]]
+            noted = " and ".join([action.value for action in Action if action in NOTED and action.value in named])
+            yield place, f"{noted} cannot add a note to {why}: they go on with a warning"
 
 
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:

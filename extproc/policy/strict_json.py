@@ -83,9 +83,6 @@ def _find_repeated(document: Any) -> Iterator[Place]:  # noqa: ANN401  # raw JSO
         place, value = waiting.pop()
         for name in value.repeated if isinstance(value, _Repeating) else ():
             yield (*place, name)
-        items: Iterable[tuple[str | int, Any]] = ()
-        if isinstance(value, dict):
-            items = value.items()
-        elif isinstance(value, list):
-            items = enumerate(value)
+        listed = enumerate(value) if isinstance(value, list) else ()
+        items: Iterable[tuple[str | int, Any]] = value.items() if isinstance(value, dict) else listed
         waiting += reversed([((*place, step), item) for step, item in items])
