@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from http import HTTPStatus
 from time import time
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
     Selection,
     Sorts,
     TablePages,
-    describe_known,
+    describe_caller,
     describe_view,
     list_names,
-    read_selection,
     select,
     write_time,
 )
@@ -63,7 +59,7 @@ class BudgetPages(TablePages[BudgetDocument]):
 
     def list_routes(self) -> list[Route]:
         """Its route."""
-        return [Route("/budgets", self._send)]
+        return [self.route_table("/budgets", SORTS)]
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The answer to a request."""
@@ -71,9 +67,6 @@ class BudgetPages(TablePages[BudgetDocument]):
         return report_budgets(
             self._board.view(), selection, shows_callers=shown, now=time(), orders=orders, exist=self.has_budgets()
         )
-
-    def _send(self, request: Request) -> Response:
-        return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, SORTS))))
 
 
 def report_budgets(  # noqa: PLR0913  # what a report depends on
@@ -113,10 +106,9 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
     left, reset, opened = row.find_left(now), row.find_reset_ms(now), row.find_open_ms(now) != 0
     # The newest request asked for more than is left: what is left of a budget of tokens is rarely nothing.
     short = row.refused_at >= row.last and row.asked > left and not row.is_over(now)
+    named = ShownRow({row.policy}, list_names(row), dict(row.hashes), budgets={row.rule})  # what orders may name
     described = {
-        "caller": row.tenant,
-        **describe_known(row),
-        "descriptors": dict(row.caller) if shows_callers and row.caller else None,
+        **describe_caller(row, shows_callers=shows_callers),
         "policy": row.policy,
         "mode": row.mode,
         "rule": row.rule,
@@ -136,7 +128,7 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
         "last_refused": write_time(row.refused_at) if row.refused_at else None,
         "first_seen": write_time(row.first),
         "last_seen": write_time(row.last),
-        "orders": [describe_override(order) for order in orders.find(_make_shown_row(row))],
+        "orders": [describe_override(order) for order in orders.find(named)],
     }
     asked = row.asked / row.units
     return {**described, "commands": suggest_for_budget(described, asked=asked, orderable=row.orderable)}
@@ -146,8 +138,3 @@ def _convert(amount: int, row: BudgetRow) -> float:
     """An amount in the rule's own unit."""
     value = round(amount / row.units, _DIGITS)
     return int(value) if value.is_integer() else value
-
-
-def _make_shown_row(row: BudgetRow) -> ShownRow:
-    """What orders may name of a budget's caller."""
-    return ShownRow({row.policy}, list_names(row), dict(row.hashes), budgets={row.rule})

@@ -71,15 +71,26 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
         if is_folded(row, own):
             if not selection.caller:  # an incident belongs to none
                 folded.setdefault((row.tool, row.failure), []).append(_describe(row, known))
-        elif row.tenant and _is_selected(group := _describe(row, known), selection):
-            groups.append(group)
+        elif row.tenant:
+            group = _describe(row, known)
+            if any(matches(loop, selection) for loop in group["loops"] or [{**group, "policy": ""}]):
+                groups.append(group)
     sort = selection.sort or next(iter(GROUP_SORTS))
     groups.sort(key=GROUP_SORTS[sort], reverse=sort != OLDEST_FIRST)
     incidents = [_describe_incident(own, folded.get(failure, []), known) for failure, own in failures.items()]
-    shown = [each for each in incidents if not selection.caller and _is_selected_incident(each, selection)]
+    shown = [
+        each
+        for each in incidents
+        if not selection.caller and selection.policy in ("", *each["policies"]) and selection.tool in ("", each["tool"])
+    ]
     return {
         "known": number,
-        "total": _add_up(groups, shown),
+        "total": {
+            "conversations": len(groups),
+            "looping": sum(group["looping"] for group in groups),
+            "callers": len({group["caller"] for group in groups}),
+            **_add_up([*groups, *shown]),  # no request is in two of them
+        },
         "conversations": groups[: selection.limit],
         "incidents": sorted(shown, key=lambda each: each["first_seen"], reverse=True),
     }
@@ -97,19 +108,11 @@ def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
     return any(incident.began - WINDOW_SECONDS <= row.last <= incident.began for incident in incidents)
 
 
-def _is_selected(group: Mapping[str, Any], selection: Selection) -> bool:
-    loops = group["loops"] or [{**group, "policy": ""}]
-    return any(matches(loop, selection) for loop in loops)
-
-
-def _is_selected_incident(incident: Mapping[str, Any], selection: Selection) -> bool:
-    return selection.policy in ("", *incident["policies"]) and selection.tool in ("", incident["tool"])
-
-
 def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
     """One conversation; what only its loops know is empty if their rows have been dropped."""
     loops = [known.loops[name] for name in reversed(row.loops) if name in known.loops]
     newest: Mapping[str, Any] = loops[0] if loops else {}
+    stricter = {loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)}  # in shadow mode
     group = {
         "caller": row.tenant,
         "conversation": row.conversation,
@@ -133,7 +136,7 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "looping": known.now - row.last < LOOPING_SECONDS,
         "action": row.action,
         "shadow": row.shadow or None,
-        "would_be_refused_by": _list_stricter(loops) if row.forwarded else [],
+        "would_be_refused_by": sorted(stricter) if row.forwarded else [],
         **_describe_costs(row, known),
         "orders": [describe_override(order) for order in known.orders.find(_make_shown_row(row, loops))],
         "loops": loops,
@@ -141,11 +144,6 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
     callers = {row.tenant, *(name[3] for name in row.loops)}
     limited = bool(row.session) and any((caller, row.session) in known.limited for caller in callers)
     return {**group, "commands": suggest_for_loop(group, limited=limited) if row.tenant else {}}
-
-
-def _list_stricter(loops: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The shadow policies that would refuse requests of a conversation that passes, at least in part."""
-    return sorted({loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)})
 
 
 def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:
@@ -203,23 +201,18 @@ def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]],
         "sessions": Sketch([each for incident in own for each in incident.sessions], SKETCHED).count(),
         "not_refused": max(incident.spared for incident in own),
         "action": max([each["action"] for each in folded], key=_RANKS.__getitem__, default=Action.ALLOW.value),
-        **{name: sum(each[name] for each in folded) for name in (*_COUNTED, *_TOKENS)},
-        **{name: sum_known(each[name] for each in folded) for name in _MONEY},
+        **_add_up(folded),
         "orders": [describe_override(order) for order in orders],
         "conversations": [each for each in folded if each["caller"]],
     }
     return {**described, "commands": suggest_for_incident(described)}
 
 
-def _add_up(groups: Sequence[Mapping[str, Any]], incidents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums of all rows; no request is in two of them."""
-    every = [*groups, *incidents]
+def _add_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    rows = list(rows)
     return {
-        "conversations": len(groups),
-        "looping": sum(group["looping"] for group in groups),
-        "callers": len({group["caller"] for group in groups}),
-        **{name: sum(each[name] for each in every) for name in (*_COUNTED, *_TOKENS)},
-        **{name: sum_known(each[name] for each in every) for name in _MONEY},
+        **{name: sum(each[name] for each in rows) for name in (*_COUNTED, *_TOKENS)},
+        **{name: sum_known(each[name] for each in rows) for name in _MONEY},
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from math import floor
 from time import time
@@ -260,6 +260,9 @@ def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> 
     reason = UNPAID if (row.detector, row.reason) == (BUDGET, MISSING) else row.reason
     repair = REPAIRS.get(reason, UNSTEERED if reason.startswith("unsteered ") else UNKNOWN)
     keys = _list_keys(places[row.policy][2] if row.policy in places else {})
+    # What most clients' requests have, and the policy does not
+    others = (f'"{key}"' for key in ("credential", "ip:address") if key not in keys)
+    example = next(others, "a header that all clients send")
     grave = row.reason not in BY_DESIGN and number >= _GRAVE * of
     return {
         "level": PROBLEM if grave else NOTE,
@@ -273,7 +276,7 @@ def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> 
         "since_start": row.total,
         "text": BY_DESIGN.get(row.reason) or repair.text.format(keys=", ".join(keys) or "none"),
         "place": _write_place(places, row.policy, repair.key),
-        "change": None if row.reason in BY_DESIGN else repair.change.format(example=_suggest_key(keys)),
+        "change": None if row.reason in BY_DESIGN else repair.change.format(example=example),
     }
 
 
@@ -285,58 +288,49 @@ def _list_keys(raw: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys([each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]))
 
 
-def _suggest_key(keys: list[str]) -> str:
-    """A limit key that the policy does not have, but most clients' requests do."""
-    return next((f'"{key}"' for key in ("credential", "ip:address") if key not in keys), "a header that all clients send")
-
-
-def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str, Any]]:
+def _find_state(document: CoverageDocument, state: ServerState) -> Iterator[dict[str, Any]]:
     """Problems and notes about the server as a whole."""
     seen = {row.reason: row.total for row in document.rows if not row.policy}
     recent = {row.reason: row.recent for row in document.rows if not row.policy}
     matched, unmatched = seen.get(REQUESTS, 0), seen.get(UNMATCHED, 0)
-    found = []
     if not matched + unmatched:
         text = f"no request has reached Loopguard since {write_time(document.since)}"
         change = "attach the filter: `loopguard envoy-config --snippet`; `loopguard check-envoy FILE` checks a configuration"
-        found.append(_describe(PROBLEM, "no_requests", text, change))
+        yield _describe(PROBLEM, "no_requests", text, change)
     elif not matched:
         text = f"no policy matches any of {count(unmatched, 'request')}"
-        found.append(_describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched))
+        yield _describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched)
     if calls := recent.get(UNMATCHED_CALLS, 0):
         text = f"{count(calls, 'model call')} passed unguarded, because no policy matches"
         change = 'a policy with "selector": {"apis": "any"} matches them on every path'
-        found.append(_describe(PROBLEM, "unmatched_calls", text, change, calls))
+        yield _describe(PROBLEM, "unmatched_calls", text, change, calls)
     if state.watching:
-        found.append(_describe(NOTE, "watching", "no policy is given, so the preset `agents` only watches", HOW_TO_ENFORCE))
+        yield _describe(NOTE, "watching", "no policy is given, so the preset `agents` only watches", HOW_TO_ENFORCE)
     elif not state.acting:
         text = "all policies are in shadow mode, so no request is acted on"
-        found.append(_describe(NOTE, "shadow", text, 'set "mode": "enforce", or start `serve` without --shadow'))
+        yield _describe(NOTE, "shadow", text, 'set "mode": "enforce", or start `serve` without --shadow')
     if state.store == "memory":
         text = "counts are in this process alone (memory://): several replicas would each count for themselves"
-        found.append(_describe(NOTE, "memory_store", text, "if you run several: `serve --store redis://HOST:6379`"))
+        yield _describe(NOTE, "memory_store", text, "if you run several: `serve --store redis://HOST:6379`")
     elif state.health != "ok":
         text = f"the store is not in use, each replica counts for itself: {state.health}"
-        found.append(_describe(PROBLEM, "store_down", text, "bring the store of `serve --store` back"))
+        yield _describe(PROBLEM, "store_down", text, "bring the store of `serve --store` back")
     if state.refused:
         text = f"the policy files have errors, so older policies are in force: {state.refused[0]}"
-        found.append(_describe(PROBLEM, "policies_refused", text, "mend what `loopguard validate` reports"))
+        yield _describe(PROBLEM, "policies_refused", text, "mend what `loopguard validate` reports")
     if state.unenforced:
         text = f"{count(state.unenforced, 'part')} of policies not enforced (--allow-unenforced)"
-        found.append(_describe(PROBLEM, "unenforced", text, "`loopguard validate` names them"))
-    return found
+        yield _describe(PROBLEM, "unenforced", text, "`loopguard validate` names them")
 
 
-def _find_ramps(state: ServerState, places: Places) -> list[dict[str, Any]]:
+def _find_ramps(state: ServerState, places: Places) -> Iterator[dict[str, Any]]:
     """Policies that enforce, but act on no caller that this server has seen."""
-    found = []
     for policy, percent, acting, callers in state.ramps:
         if callers and not acting:
             text = f"{policy}: {tell_share(percent, acting, callers)}"
             change = "raise enforce_percent, or set another ramp_seed"
             place = _write_place(places, policy, "enforce_percent")
-            found.append({**_describe(PROBLEM, ENFORCES_ON_NONE, text, change), "place": place})
-    return found
+            yield {**_describe(PROBLEM, ENFORCES_ON_NONE, text, change), "place": place}
 
 
 _UNKEPT = {
@@ -355,36 +349,32 @@ _UNKEPT = {
 """By what a store keeps that is not everything: level, text and change."""
 
 
-def _find_store(state: ServerState, now: float) -> list[dict[str, Any]]:
+def _find_store(state: ServerState, now: float) -> Iterator[dict[str, Any]]:
     """What a shared store has lost, or would lose."""
-    found = []
     if state.emptied and state.emptied > now - _DAY:
         text = f"{EMPTIED} (found at {write_time(state.emptied)})"
-        found.append(_describe(PROBLEM, "store_emptied", text, "give the orders again, and see why the server lost its keys"))
+        yield _describe(PROBLEM, "store_emptied", text, "give the orders again, and see why the server lost its keys")
     if state.must_keep and state.persistence in _UNKEPT:
         level, text, change = _UNKEPT[state.persistence]
         lost = "budgets would be full again, circuit breakers closed, and blocks, kills and grants gone"
-        found.append(_describe(level, "store_persistence", f"{text}: {lost}", change))
-    return found
+        yield _describe(level, "store_persistence", f"{text}: {lost}", change)
 
 
-def _find_losses(document: CoverageDocument) -> list[dict[str, Any]]:
+def _find_losses(document: CoverageDocument) -> Iterator[dict[str, Any]]:
     """Entries that stores had no room for recently."""
-    found = []
     lost = {row.reason: row.recent for row in document.rows if not row.policy}
     if number := lost.get(DROPPED, 0):
         kept = f"{count(number, 'turn')} {'was' if number == 1 else 'were'} not kept"
         text = f"{kept}: callers begin more conversations than the store keeps of one caller"
         change = "name the conversations with a header (`session.keys`), or tell the callers apart (`limit_keys`)"
-        found.append(_describe(PROBLEM, "chains_dropped", text, change))
+        yield _describe(PROBLEM, "chains_dropped", text, change)
     if number := lost.get(EVICTED, 0):
         text = f"the memory store was full, and dropped {number:,} {'entry' if number == 1 else 'entries'} that still counted"
         change = "`serve --store memory://?max_entries=N` with a larger number, or `serve --store redis://HOST:6379`"
-        found.append(_describe(PROBLEM, "evicted", text, change))
+        yield _describe(PROBLEM, "evicted", text, change)
     if number := lost.get(ABSURD, 0):
         text = f"{number:,} responses report more tokens than any model can use; they are charged by their size"
-        found.append(_describe(PROBLEM, "absurd_usage", text, "mend what the upstream reports, or ask who operates it"))
-    return found
+        yield _describe(PROBLEM, "absurd_usage", text, "mend what the upstream reports, or ask who operates it")
 
 
 def _describe(level: str, reason: str, text: str, change: str, requests: int = 0) -> dict[str, Any]:

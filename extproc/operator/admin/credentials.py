@@ -101,7 +101,8 @@ class Credentials:
         """The name of the operator, and how it is known; raises HTTPException if the request may not make changes."""
         if any(header in request.headers for header in _BROWSERS):
             raise HTTPException(HTTPStatus.FORBIDDEN, "browsers cannot make changes; use the loopguard command or curl")
-        if request.method == "POST" and not _is_json(request):
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
             raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
         name = _ODD.sub("?", request.headers.get(OPERATOR_HEADER, "somebody"))[:_LONGEST_NAME]
         # Whether the request came by the socket, which file permissions protect: its address has no port
@@ -143,7 +144,3 @@ class Credentials:
 
 def _explain(error: OSError | ValueError) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-
-
-def _is_json(request: Request) -> bool:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"

@@ -86,12 +86,11 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
 
 
 def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: BudgetPages) -> Response:
-    report = pages.report(request)
     selection = read_selection(request.query_params, GROUP_SORTS)
+    report = pages.report(request, selection)
     runs = sessions.report(request, Selection(selection.policy, selection.caller))
     used = budgets.report(request, Selection(selection.policy, selection.caller, limit=_MAX_BUDGETS))
-    charts = draw_charts(report["curves"])
-    orders = list(pages.list_orders())
+    charts, orders = draw_charts(report["curves"]), list(pages.list_orders())
     exploding = [run for run in runs["sessions"] if run["exploding"] and not selection.tool]
     failing = sum(row["active"] for row in report["incidents"])
     looping = report["total"]["looping"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from time import time
 from typing import Any
@@ -14,13 +14,11 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops
-from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
     Selection,
     TablePages,
-    describe_known,
+    describe_caller,
     describe_view,
-    read_selection,
     write_time,
 )
 from extproc.operator.admin.session_report import list_explosions
@@ -64,12 +62,11 @@ class LoopPages(TablePages[LoopDocument]):
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
-        return [Route("/loops", lambda request: send_page(Page(HTTPStatus.OK, self.report(request))))]
+        return [self.route_table("/loops", GROUP_SORTS)]
 
-    def report(self, request: Request) -> dict[str, Any]:
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The JSON of `/loops`; raises HTTPException (400), saying what would be right, if the query is invalid."""
-        query, now = request.query_params, time()
-        selection, prices = read_selection(query, GROUP_SORTS), self._choose_prices(query)
+        now, prices = time(), self._choose_prices(request.query_params)
         view, shown = self._board.view(), self._sees_callers(request)
         runs = self._sessions.view().document.rows if self._sessions is not None else []
         loops = describe_loops(view.document, prices, runs, shows_callers=shown, now=now)
@@ -134,7 +131,9 @@ def _describe_after_notes(loop: Loop, run: SessionRow | None, now: float) -> dic
     began, calls = loop.first, run.calls if run is not None else []
     sides = [call.tokens for call in calls if call.at < began], [call.tokens for call in calls if call.at >= began]
     known = run is not None and bool(loop.after) and len(calls) == run.steps
-    before, since = [_add_tokens(side) if known else None for side in sides]
+    before, since = [
+        sum([sum(tokens[:2]) for tokens in side if tokens]) if known and None not in side else None for side in sides
+    ]
     return {
         "cause": loop.cause or None,
         "after_notes": {
@@ -155,12 +154,6 @@ def _is_open(loop: Loop, now: float) -> bool:
     return now - loop.last < ENDED_SECONDS
 
 
-def _add_tokens(calls: Iterable[tuple[int, ...] | None]) -> int | None:
-    """Input and output tokens of these calls; None if those of one are unknown."""
-    every = list(calls)
-    return sum([sum(tokens[:2]) for tokens in every if tokens]) if None not in every else None
-
-
 def _sum_after_notes(document: LoopDocument, now: float) -> list[dict[str, Any]]:
     """What came after notes, by policy, detector, mode, cause and whether there were notes."""
     groups: dict[tuple[str, ...], dict[str, int]] = {}
@@ -178,9 +171,7 @@ def _describe(loop: Loop, prices: Prices, *, shows_callers: bool, now: float) ->
     shadow = loop.mode == "shadow"
     tokens, not_sent = estimate_tokens(loop.size), estimate_tokens(loop.stopped_size)
     return {
-        "caller": loop.tenant,
-        **describe_known(loop),
-        "descriptors": dict(loop.caller) if shows_callers and loop.caller else None,
+        **describe_caller(loop, shows_callers=shows_callers),
         "session": loop.session or None,
         "policy": loop.policy,
         "detector": loop.detector,

@@ -10,9 +10,11 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from extproc.engine.orders import ActiveOverride
-from extproc.operator.admin.pages import is_near
+from extproc.operator.admin.pages import Page, is_near, send_page
 from extproc.operator.board import AnyDocument, Board, View
 from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.loop_rows import Loop
@@ -60,6 +62,18 @@ class TablePages(Generic[AnyDocument]):
         self.list_orders: Callable[[], Sequence[ActiveOverride]] = list
         self.summarize: Callable[[], list[dict[str, Any]]] = list
 
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
+        """The rows of the table that a request selects."""
+        raise NotImplementedError
+
+    def route_table(self, path: str, sorts: Sorts) -> Route:
+        """The route of the report, by the selection in a request's query."""
+
+        def send(request: Request) -> Response:
+            return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, sorts))))
+
+        return Route(path, send)
+
     def _sees_callers(self, request: Request) -> bool:
         return self._shows_callers() and self.may_see_callers(request)
 
@@ -92,13 +106,15 @@ def matches(row: Mapping[str, Any], selection: Selection) -> bool:
     return row["caller"].startswith(chosen) or chosen in (*known, *shown.values(), *pairs, ", ".join(pairs))
 
 
-def describe_known(row: Loop | SessionRow | BudgetRow) -> dict[str, Any]:
-    """What is beside the name of a row's caller; `names` are all by which orders and pages know it, with the alias."""
+def describe_caller(row: Loop | SessionRow | BudgetRow, *, shows_callers: bool) -> dict[str, Any]:
+    """A row's caller; `names` are all by which orders and pages know it, with the alias."""
     return {
+        "caller": row.tenant,
         "names": list_names(row),
         "alias": row.alias or None,
         "labels": dict(row.labels) or None,
         "credentials": row.credentials,
+        "descriptors": dict(row.caller) if shows_callers and row.caller else None,
     }
 
 

@@ -60,12 +60,11 @@ def suggest_for_budget(row: Mapping[str, Any], *, asked: float, orderable: bool)
     """
     whole, left = float(row["limit"]), float(row["left"])
     asked = asked or max(0.0, float(row["used"])) / max(1, row["requests"])
-    if row["open"]:
-        free = write_breaker_release(row["caller"], row["policy"]) if orderable else ""
-    elif row["budget"] != BREAKER_BUDGET and not is_healthy(row):
+    free = ""
+    if row["open"] and orderable:
+        free = write_breaker_release(row["caller"], row["policy"])
+    elif not row["open"] and row["budget"] != BREAKER_BUDGET and not is_healthy(row):
         free = write_budget_grant(row["caller"], row["policy"], row["rule"], whole, left, asked)
-    else:
-        free = ""
     return {**({"free": free} if free else {}), **_suggest_revoking(row["orders"])}
 
 

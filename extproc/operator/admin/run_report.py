@@ -131,7 +131,23 @@ def order_timeline(row: SessionRow) -> list[dict[str, Any]]:
 def _describe_calls(row: SessionRow) -> list[dict[str, Any]]:
     ends = [_find_end(call) for call in row.calls]
     gaps = [None, *[call.at - max(ends[: place + 1]) for place, call in enumerate(row.calls[1:])]]
-    return [_describe_call(call, gap) for call, gap in zip(row.calls, gaps, strict=False)]
+    return [
+        {
+            "at": write_time(call.at),
+            "model": call.model or None,
+            "tools": call.tools,
+            "tool_errors": call.errors,
+            "tool_seconds": round(gap, 3) if gap is not None and gap >= 0 else None,  # below zero: it came before the answer
+            **(dict.fromkeys(_WORDS) if call.tokens is None else dict(zip(_WORDS, call.tokens, strict=True))),
+            "model_seconds": call.model_ms / 1000 if call.settled else None,
+            "status": call.status or None,
+            "settled": call.settled,
+            "refused": call.refused,
+            "retry": call.retry,
+            "action": call.action or None,
+        }
+        for call, gap in zip(row.calls, gaps, strict=False)
+    ]
 
 
 def describe_amounts(amounts: Amounts) -> dict[str, Any]:
@@ -159,22 +175,4 @@ def _describe_event(event: RunEvent) -> dict[str, Any]:
         "allowed": convert_amount(event.limit, event.allowed),
         "tool": event.tool or None,
         "times": event.times,
-    }
-
-
-def _describe_call(call: CallRow, gap: float | None) -> dict[str, Any]:
-    """A call; `gap` is the time since the last answer before it, in seconds, below zero if that came later."""
-    return {
-        "at": write_time(call.at),
-        "model": call.model or None,
-        "tools": call.tools,
-        "tool_errors": call.errors,
-        "tool_seconds": round(gap, 3) if gap is not None and gap >= 0 else None,
-        **(dict.fromkeys(_WORDS) if call.tokens is None else dict(zip(_WORDS, call.tokens, strict=True))),
-        "model_seconds": call.model_ms / 1000 if call.settled else None,
-        "status": call.status or None,
-        "settled": call.settled,
-        "refused": call.refused,
-        "retry": call.retry,
-        "action": call.action or None,
     }

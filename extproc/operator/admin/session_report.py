@@ -22,10 +22,9 @@ from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
     Selection,
     TablePages,
-    describe_known,
+    describe_caller,
     describe_view,
     list_names,
-    read_selection,
     select,
     write_time,
 )
@@ -66,16 +65,13 @@ class SessionPages(TablePages[SessionDocument]):
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
-        return [Route("/sessions", self._send_all), Route("/sessions/{session}", self._send_one)]
+        return [self.route_table("/sessions", SORTS), Route("/sessions/{session}", self._send_one)]
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The answer to a request."""
         orders, shown = OrderIndex(self.list_orders()), self._sees_callers(request)
         report = report_sessions(self._board.view(), selection, shows_callers=shown, now=time(), orders=orders)
         return {**report, "coverage": self.summarize()}
-
-    def _send_all(self, request: Request) -> Response:
-        return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, SORTS))))
 
     def _send_one(self, request: Request) -> Response:
         session, view = request.path_params["session"], self._board.view()
@@ -135,11 +131,11 @@ def describe_session(
     """
     now = time()
     ended = explain_end(row, now, goes_on=(row.tenant, row.policy, row.mode, row.session) in running)
+    hashes = {name: hash_descriptor(name, value) for name, value in row.caller}  # callers' values only where known here
+    orders_met = orders.find(ShownRow({row.policy}, list_names(row), hashes, {row.session}))
     described = {
         "session": row.session,
-        "caller": row.tenant,
-        **describe_known(row),
-        "descriptors": dict(row.caller) if shows_callers and row.caller else None,
+        **describe_caller(row, shows_callers=shows_callers),
         "policy": row.policy,
         "mode": row.mode,
         "unnamed_requests": row.unnamed,
@@ -163,10 +159,9 @@ def describe_session(
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
         "granted": describe_amounts(row.granted),
-        "orders": [describe_override(order) for order in orders.find(_make_shown_row(row))],
+        "orders": [describe_override(order) for order in orders_met],
     }
-    named = row.session != UNNAMED
-    return {**described, "commands": suggest_for_session(described, named=named)}
+    return {**described, "commands": suggest_for_session(described, named=row.session != UNNAMED)}
 
 
 def list_explosions(
@@ -179,31 +174,24 @@ def list_explosions(
     exploding = [row for row in rows if is_exploding(row, now)]
     described = (describe_session(row, shows_callers=shows_callers, orders=orders, running=running) for row in exploding)
     found = select(described, selection._replace(sort="agents"), SORTS)
-    return [_describe_explosion(session) for session in found if session["exploding"]]
-
-
-def _describe_explosion(session: dict[str, Any]) -> dict[str, Any]:
-    shadow = session["mode"] == SHADOW
-    return {
-        **session,
-        "policies": [session["policy"]],
-        "first_seen": session["started"],
-        "looping": True,
-        "action": Action.ALLOW.value if shadow else Action.REJECT.value,
-        "shadow": Action.REJECT.value if shadow else None,
-        "input_tokens_sent_on": session["usage"]["input_tokens"],
-        "cost_sent_on_usd": session["actual_cost"],
-        "input_tokens_not_sent_on": 0,
-        "cost_not_sent_on_usd": None,
-        "input_tokens_per_minute": 0,
-        "cost_per_minute_usd": None,
-    }
-
-
-def _make_shown_row(row: SessionRow) -> ShownRow:
-    """What orders may name of a session; callers' values only where they are known here."""
-    hashes = {name: hash_descriptor(name, value) for name, value in row.caller}
-    return ShownRow({row.policy}, list_names(row), hashes, {row.session})
+    return [
+        {
+            **session,
+            "policies": [session["policy"]],
+            "first_seen": session["started"],
+            "looping": True,
+            "action": Action.ALLOW.value if session["mode"] == SHADOW else Action.REJECT.value,
+            "shadow": Action.REJECT.value if session["mode"] == SHADOW else None,
+            "input_tokens_sent_on": session["usage"]["input_tokens"],
+            "cost_sent_on_usd": session["actual_cost"],
+            "input_tokens_not_sent_on": 0,
+            "cost_not_sent_on_usd": None,
+            "input_tokens_per_minute": 0,
+            "cost_per_minute_usd": None,
+        }
+        for session in found
+        if session["exploding"]
+    ]
 
 
 def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:
