@@ -139,7 +139,6 @@ def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
 
 
 def _sum_up(report: Mapping[str, Any]) -> list[str]:
-    """What all conversations have cost, in two lines."""
     total, known, replicas = report["total"], report["known"], count(len(report["replicas"]), "replica")
     budgets = report.get("budgets") or {"budgets": []}
     failing, explosions = sum(row["active"] for row in report["incidents"]), len(report.get("explosions", ()))
@@ -165,7 +164,6 @@ def _list_burning(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _write_what(row: Mapping[str, Any]) -> str:
-    """What repeats, which tool fails, or how many agents there are."""
     if "sessions" in row:
         return f"{row['tool']} fails"
     if "agents" in row:

@@ -408,7 +408,6 @@ def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, repor
 
 
 def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) -> list[tuple[int, KillSwitch]]:
-    """The kill switches that can have an effect, each with its number."""
     switches = []
     for number, entry in enumerate(entries):
         place: Place = ("kill_switches", number)

@@ -56,7 +56,6 @@ def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN4
 
 
 def _step_down(kind: Any, step: str | int) -> Any:  # noqa: ANN401  # annotations
-    """The annotation one step below."""
     for one in _list_alternatives(kind):
         if _is_model(one) and step in one.model_fields:
             return one.model_fields[step].annotation
@@ -219,7 +218,6 @@ def _find_owner(name: str, place: Place) -> str:
 
 
 def _phrase_object(model: type[BaseModel], name: str, place: Place) -> str:
-    """What an object must be, with its keys if they are few."""
     own = _find_object(model, place)
     if own is None or len(own.model_fields) > _FEW or own.model_config.get("extra") == "allow":
         return f"{name} must be an object"

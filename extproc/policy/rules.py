@@ -134,7 +134,6 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
 
 
 def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Find entries without keys in a raw `bypass`."""
     for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
             needed = f"needs at least one of {', '.join(Bypass.model_fields)}, but has {_list_keys(entry)}"
@@ -209,7 +208,6 @@ def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  
 
 
 def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
-    """Find thresholds that can never be reached."""
     threshold = loop.get(_THRESHOLD)
     if (
         loop.get("window_type") == "sliding_log"
@@ -266,7 +264,6 @@ def _find_raised_errors(
 
 
 def _find_threshold(loop: dict[str, Any], kind: type[Similarity]) -> int | None:
-    """The first threshold of a raw loop_detection entry; None if it is not a number."""
     threshold = loop.get(_THRESHOLD)
     if threshold is None:
         return kind.default_threshold
@@ -276,7 +273,6 @@ def _find_threshold(loop: dict[str, Any], kind: type[Similarity]) -> int | None:
 def _find_similarity_errors(
     loop: dict[str, Any], place: Place, similarity: str, kind: type[Similarity]
 ) -> Iterator[tuple[Place, str]]:
-    """Find keys that the similarity of this entry does not have."""
     for key, owners in _OWNERS.items():
         if key in loop and similarity not in owners:
             yield (*place, key), f"{key} belongs to similarity {' or '.join(owners)}, not {similarity}"
@@ -369,7 +365,6 @@ def _find_credential(keys: Sequence[str | FirstOf]) -> str:
 
 
 def _find_idle_keys(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find keys of actions that an entry does not have."""
     for place, loop in _list_entries(policy):
         named = {loop.action, *[name for name, _ in loop.escalate.list_steps()]}
         for key, users in _USERS.items():
@@ -449,7 +444,6 @@ def list_rules(policy: Policy) -> list[tuple[Place, Rule]]:
 
 
 def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find budgets that may not be what their author intended."""
     breaker = policy.spec.circuit_breaker
     if breaker is not None and "enabled" not in breaker.model_fields_set:
         yield ("spec", "circuit_breaker"), _OFF
@@ -492,7 +486,6 @@ def _find_large_default(rule: Rule) -> Iterator[tuple[str, str]]:
 
 
 def _find_ignored(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Find keys of a rule that have no effect beside its others."""
     source = config.get("cost_key", config.get("cost_source", FIXED))
     if "fixed_cost" in config and source != FIXED:
         yield "fixed_cost", f"fixed_cost is ignored, because requests cost {source}"

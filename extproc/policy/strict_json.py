@@ -44,8 +44,6 @@ def write_pointer(place: Place) -> str:
 
 
 class _Repeating(dict[str, Any]):
-    """A JSON object with a repeated key, `repeated`."""
-
     repeated: tuple[str, ...] = ()
 
 

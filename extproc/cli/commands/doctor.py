@@ -84,7 +84,6 @@ def _write_place(place: str | None) -> str:
 
 
 def _write_subject(finding: Mapping[str, Any]) -> str:
-    """The requests that a finding is about; empty if it is about the server."""
     if not finding["policy"]:
         return ""
     detector = f"/{finding['detector']}" if finding["detector"] and finding["detector"] != "default" else ""

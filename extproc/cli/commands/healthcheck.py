@@ -77,7 +77,6 @@ def _make_credentials(tls: HealthcheckTls) -> object:
 
 
 def _find_listen_address() -> str:
-    """This machine's server address, according to the environment."""
     text = os.environ.get(f"{settings.ENV_PREFIX}LISTEN", "127.0.0.1:50051")
     try:
         address = settings.parse_address(text)

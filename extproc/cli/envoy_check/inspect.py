@@ -124,7 +124,6 @@ def _check_streams(resources: Resources, guards: Sequence[Guard]) -> Iterator[Fi
 
 
 def _check_names(managers: Sequence[Manager], needs: Needs) -> Iterator[Finding]:
-    """A policy that selects routes by name needs one of these."""
     names = {route.name for manager in managers for route in manager.routes}
     incomplete = any(manager.missing for manager in managers) or not names
     for identity, selector in needs.selectors if not incomplete else ():
@@ -144,7 +143,6 @@ def _leads_to(route: Route, aim: Route) -> bool | None:
 
 
 def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
-    """Two filters that act on one route count each request twice, unless their counts are separate."""
     acting = [guard for guard in guards if not guard.observes]
     for number, guard in enumerate(acting):
         for other in acting[number + 1 :]:

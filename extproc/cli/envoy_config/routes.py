@@ -30,8 +30,6 @@ class GuardedPath(NamedTuple):
 
 
 class _Anchor(NamedTuple):
-    """Where policies are anchored."""
-
     path: str
     exact: bool
     api: str = ""

@@ -27,8 +27,6 @@ _HOST = f"{_ROUTES}.virtual_hosts[]"
 
 
 class _Place(NamedTuple):
-    """The place of a part: its path in a bootstrap, and how to find it there."""
-
     path: str
     words: str
 

@@ -221,7 +221,6 @@ def _read_time(value: float | str) -> int:
 
 
 def _read_body(record: Record) -> bytes | None:
-    """The body, which is removed from the record; None if it has none."""
     data, record.body = bytes(record.body), msgspec.Raw()  # the old value keeps the whole line in memory
     if data and data != b"null":
         return _TEXT.decode(data).encode() if data.startswith(b'"') else data

@@ -86,7 +86,6 @@ class Codex(TranscriptReader):
         self._begin()
 
     def _begin(self) -> None:
-        """Wait for the next answer."""
         self._said: list[bytes] = []
         self._behind: list[bytes] = []
         self._usage = NO_USAGE
@@ -173,7 +172,6 @@ class Codex(TranscriptReader):
         self._said.append(item)
 
     def _flush(self) -> None:
-        """The newest answer is complete, and so is what came after it."""
         if self._place is not None:
             if self._run is None:
                 self._run = self._runs.open(self._about, "input")

@@ -145,7 +145,6 @@ class GeminiCli(TranscriptReader):
             self._run.add([_encode({"role": "user", "parts": _list_parts(message.content)})])
 
     def _flush(self) -> None:
-        """The newest answer is complete."""
         answer, place, self._newest = self._newest, self._place, None
         if answer is None or place is None or self._run is None:
             return

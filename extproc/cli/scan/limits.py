@@ -85,7 +85,6 @@ def _list_values(total: Total) -> dict[str, int | None]:
 
 
 def _describe(values: Sequence[int | None]) -> dict[str, Any]:
-    """The percentiles of the values that are known, and their number; empty if none is."""
     known = [value for value in values if value is not None]
     return {"of": len(known), **{f"{percent}%": find_percentile(known, percent) for percent in PERCENTS}} if known else {}
 

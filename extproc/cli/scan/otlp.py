@@ -160,7 +160,6 @@ class Otlp(TranscriptReader):
         if not self._read_any:  # where calls are read, other spans tell the same once more
             for key, place in self._foreign.items():
                 self._runs.pass_over(self.kind, UnknownLineError(f"spans with messages in {key} alone", "unread"), place)
-        self._foreign.clear()
         self._followed.close()
 
     def _take(self, span: _Call, place: FilePlace) -> None:

@@ -85,6 +85,7 @@ class _Followed:
         node: the place of its newest request.
     """
 
+    number: int
     run: Watch
     node: bytes = b""
     own: bytes = b""
@@ -151,10 +152,6 @@ class FollowedRequests:
     def close(self) -> None:
         for followed in self._open.values():
             followed.run.close()
-        self._open.clear()
-        self._nodes.clear()
-        self._suffixes.clear()
-        self._texts.clear()
 
     def _find(self, place: ChainPlace) -> _Followed | None:
         """The conversation that stands where a request continues it, or repeats it."""
@@ -178,8 +175,8 @@ class FollowedRequests:
         self._number += 1
         named = about if about.session else about._replace(session=f"conversation {self._number}")
         key = conversation.shape.path[-1]
-        followed = _Followed(self._runs.open(named, key, tools=conversation.find_offer() != "no tools"))
-        self._open[self._number] = followed
+        run = self._runs.open(named, key, tools=conversation.find_offer() != "no tools")
+        followed = self._open[self._number] = _Followed(self._number, run)
         return followed
 
     def _replay(self, followed: _Followed, turns: Sequence[_Turn], call: ModelCall, *, known: bool) -> None:
@@ -195,7 +192,7 @@ class FollowedRequests:
             size += sum(map(len, turn))
 
     def _keep(self, followed: _Followed, place: ChainPlace) -> None:
-        number = next(number for number, other in reversed(self._open.items()) if other is followed)
+        number = followed.number
         self._open.move_to_end(number)
         if len(self._nodes) >= 100 * _MOST_OPEN:
             self._nodes.clear()

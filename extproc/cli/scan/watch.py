@@ -159,7 +159,6 @@ class Judging:
     """The detector, prices, and whether contents are shown: all that conversations share."""
 
     def __init__(self, *, show: bool) -> None:
-        """Load the preset, and the prices, which takes a while."""
         engine = Engine(load([find_preset(DEFAULT_PRESET)], datetime.now(UTC)), datetime.now(UTC))
         self.detector, self.turns = next(
             (each, each.similarity) for each in engine.plans[0].detectors if isinstance(each.similarity, Turns)

@@ -135,6 +135,5 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
 
 
 def _convert(amount: int, row: BudgetRow) -> float:
-    """An amount in the rule's own unit."""
     value = round(amount / row.units, _DIGITS)
     return int(value) if value.is_integer() else value

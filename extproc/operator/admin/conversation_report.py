@@ -174,7 +174,6 @@ def _find(loops: Sequence[Mapping[str, Any]], name: str) -> Any:  # noqa: ANN401
 
 
 def _make_shown_row(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) -> ShownRow:
-    """What orders may name of a conversation."""
     names = [name for loop in loops for name in loop["names"]]
     return ShownRow(
         {name[0] for name in row.loops},
@@ -187,7 +186,6 @@ def _make_shown_row(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) ->
 
 
 def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]], known: Known) -> dict[str, Any]:
-    """A failing tool, whichever policies see it, with the looping conversations in it."""
     tool, last = own[0].tool, max(incident.last for incident in own)
     policies = sorted({incident.policy for incident in own})
     orders = known.orders.find(ShownRow(policies, (), {}, tools=[tool]))

@@ -97,7 +97,6 @@ class CoveragePages:
         read_state: Callable[[], ServerState],
         locate: Callable[[], Places],
     ) -> None:
-        """`locate` finds the policies in force."""
         self._board = board
         self._read_state = read_state
         self._locate = locate

@@ -55,7 +55,6 @@ def send_html(request: Request, template: str, at: str, **values: object) -> HTM
 
 @cache
 def _load(name: str) -> Template:
-    """Read a template when its page is first requested."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # rarely needed
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")

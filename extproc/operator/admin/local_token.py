@@ -56,7 +56,6 @@ def read_token(port: int) -> str:
 
 
 def _check(path: Path, found: os.stat_result, mode: int) -> None:
-    """See that only this user may use a file or a folder, depending on the mode that it should have."""
     right = stat.S_ISDIR if mode == _FOLDER else stat.S_ISREG
     if not right(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS:
         kind = "folder" if mode == _FOLDER else "file"

@@ -121,7 +121,6 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: B
 
 
 def _describe_order(order: ActiveOverride) -> dict[str, Any]:
-    """An order with what it is about and adds, in pairs, and the command that ends it."""
     shown = describe_override(order)
     caller = shown.get("caller", {})
     pairs = caller.items() if isinstance(caller, dict) else [("caller", caller)]

@@ -195,7 +195,6 @@ def list_explosions(
 
 
 def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:
-    """How many agents a session has, and those that are shown, each behind its parent."""
     agents = row.agents
     return {
         "started": max(row.agents_begun, len([agent for agent in agents if not agent.refused])),
