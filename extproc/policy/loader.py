@@ -330,9 +330,17 @@ class ParsedFile:
         """Report an error."""
         self.errors.append(BundleError(self.file, write_pointer(place), message))
 
+    def refuse_all(self, place: Place, found: Iterable[tuple[Place, str]]) -> None:
+        """Report errors below a place."""
+        self.errors += [BundleError(self.file, write_pointer((*place, *below)), message) for below, message in found]
+
     def warn(self, place: Place, message: str) -> None:
         """Report a warning."""
         self.warnings.append(BundleError(self.file, write_pointer(place), message))
+
+    def warn_all(self, place: Place, found: Iterable[tuple[Place, str]]) -> None:
+        """Report warnings about what is below a place."""
+        self.warnings += [BundleError(self.file, write_pointer((*place, *below)), message) for below, message in found]
 
     def disclaim(self, place: Place, message: str, part: str, policy: str = "") -> None:
         """Report a part that is not enforced."""
@@ -412,10 +420,10 @@ def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) 
     for number, entry in enumerate(entries):
         place: Place = ("kill_switches", number)
         switch = _validate(KillSwitch, entry, place, report)
-        for where, message in find_switch_errors(report.file, switch, report.namespaces) if switch is not None else ():
-            report.refuse((*place, *where), message)
-        if switch is not None and _remark_on_switch(switch, place, now, report):
-            switches.append((number, switch))
+        if switch is not None:
+            report.refuse_all(place, find_switch_errors(report.file, switch, report.namespaces))
+            if _remark_on_switch(switch, place, now, report):
+                switches.append((number, switch))
     return switches
 
 
@@ -460,25 +468,21 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
         if isinstance(entry.get("id"), str):
             report.ids.append((entry["id"], write_pointer((*place, "id"))))
     if policy is not None:
-        for where, message in find_policy_errors(report.file, policy, report.namespaces):
-            report.refuse((*place, *where), message)
+        report.refuse_all(place, find_policy_errors(report.file, policy, report.namespaces))
     if policy is None or len(report.errors) > before:
         return None
     for below, message in _find_notes(policy, shape, place, report):
         report.note((*place, *below), message)
-    for below, message in [*rules.find_suspicious_matches(policy), *rules.find_public_callers(policy)]:
-        report.warn((*place, *below), message)
+    report.warn_all(place, [*rules.find_suspicious_matches(policy), *rules.find_public_callers(policy)])
     return policy
 
 
 def _find_errors(spec: Any, shape: bytes | None, place: Place, report: ParsedFile) -> None:  # noqa: ANN401  # raw JSON
     """Report errors that the models do not see; none are possible in a known shape, except in the selector."""
-    for where, message in rules.find_selector_errors(spec):
-        report.refuse((*place, *where), message)
+    report.refuse_all(place, rules.find_selector_errors(spec))
     if shape in report.shapes:
         return
-    for where, message in rules.find_errors(spec):
-        report.refuse((*place, *where), message)
+    report.refuse_all(place, rules.find_errors(spec))
     for where, model, config in list_configs(spec) if isinstance(spec, dict) else ():
         _validate(model, config, (*place, *where), report)
 
@@ -513,8 +517,7 @@ def _remark(policy: Policy, place: Place, report: ParsedFile) -> list[tuple[Plac
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys())) and policy.spec.keeps_counts():
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
-    for below, message in rules.find_suspicious(policy):
-        report.warn((*place, *below), message)
+    report.warn_all(place, rules.find_suspicious(policy))
     for below, message in rules.find_unenforced(policy):
         _, part, *_ = below
         report.disclaim((*place, *below), message, str(part), policy.id)
@@ -539,6 +542,5 @@ def _validate(model: type[Model], value: Any, place: Place, report: ParsedFile) 
     try:
         return model.model_validate(value)
     except ValidationError as failure:
-        for below, message in explain(model, failure):
-            report.refuse((*place, *below), message)
+        report.refuse_all(place, explain(model, failure))
         return None

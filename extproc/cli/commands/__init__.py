@@ -84,6 +84,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def count_many(number: int, noun: str) -> str:
+    """A number of things, with thousands apart."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def write_caller(row: Mapping[str, Any]) -> str:
     """The caller in a row of the admin port: its alias, else its descriptors if shown, else the hash, behind its labels."""
     told = ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items())

@@ -11,7 +11,7 @@ from extproc.cli.commands import count, write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.engine.orders import GRANT
 from extproc.logs import escape_controls, write_json
-from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
+from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients, select_params
 from extproc.operator.admin.row_states import read_time
 
 HELP = "show what sessions have used, or the report of one session"
@@ -39,9 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     path = f"/sessions/{quote(options.session, safe='')}" if options.session else "/sessions"
-    chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "limit")}
-    params = {name: value for name, value in chosen.items() if value and not options.session}
-    report = ask_all(open_clients(options.admin), path, params)
+    names = () if options.session else ("sort", "policy", "caller", "limit")
+    report = ask_all(open_clients(options.admin), path, select_params(options, *names))
     if options.json:
         print(write_json(report, indent=2))
         return 0

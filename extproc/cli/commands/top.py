@@ -13,7 +13,7 @@ from extproc.cli.commands.sessions import write_report
 from extproc.cli.loop_screen import LoopScreen, list_commands
 from extproc.errors import UsageError
 from extproc.logs import escape_controls, write_json
-from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
+from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients, select_params
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -78,14 +78,12 @@ def _ask_budgets(clients: Sequence[AdminClient], options: argparse.Namespace) ->
     """The tightest budgets; None beside sessions."""
     if options.tree:
         return None
-    params = {name: value for name in ("policy", "caller") if (value := str(getattr(options, name)))}
-    return ask_all(clients, "/budgets", {**params, "limit": str(_BUDGETS)})
+    return ask_all(clients, "/budgets", {**select_params(options, "policy", "caller"), "limit": str(_BUDGETS)})
 
 
 def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
     names = ("policy", "caller", "limit") if options.tree else ("sort", "policy", "caller", "tool", "limit", "price")
-    params = {name: value for name in names if (value := str(getattr(options, name)))}
-    return ask_all(clients, "/sessions" if options.tree else "/loops", params)
+    return ask_all(clients, "/sessions" if options.tree else "/loops", select_params(options, *names))
 
 
 def _show(report: dict[str, Any], options: argparse.Namespace) -> LoopScreen | Text:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol, TypeVar
 
-from extproc.cli.commands import add_key_flag, add_policy_flag
+from extproc.cli.commands import add_key_flag, add_policy_flag, count_many, print_warnings
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
@@ -23,7 +22,6 @@ _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
 """The progress bar moves after this many requests."""
 
-Watched = TypeVar("Watched")
 COUNT = make_type(parse_integer(1))
 
 
@@ -53,8 +51,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
     """An engine with the policies that act; prints warnings to stderr. Raises UsageError if none acts."""
-    for warning in [*policies.warnings, *policies.unenforced]:
-        print(escape_controls(f"warning: {warning}"), file=sys.stderr)
+    print_warnings([*policies.warnings, *policies.unenforced])
     engine = Engine(policies, datetime.now(UTC), shadow=shadow)
     if not engine.plans:
         raise UsageError("no policy has loop_detection enabled")
@@ -66,39 +63,24 @@ def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogE
     """The logs, and their requests in order of time, with a progress bar; raises LoopguardError if there is no request."""
     with ExitStack() as stack:
         logs = Logs(options.log, options.reorder_seconds, stack)
-        yield logs, _watch(logs.read(), stack.enter_context(_show_bar(logs)), _STEP)
+        yield logs, _watch(logs, stack.enter_context(show_bar(logs.size)))
     if logs.first is None:
         raise LoopguardError(f"no request can be replayed: {_describe_nothing(logs)}")
 
 
-def _watch(entries: Iterator[Watched], advance: Callable[[], object], step: int) -> Iterator[Watched]:
-    for number, entry in enumerate(entries):
-        if not number % step:
-            advance()
+def _watch(logs: Logs, advance: Callable[..., object]) -> Iterator[LogEntry]:
+    """The requests in the logs; the progress bar shows how much of these is read."""
+    told = 0
+    for number, entry in enumerate(logs.read()):
+        if not number % _STEP:
+            read = logs.tell() if logs.size is not None else 0
+            advance(read - told, f"{logs.lines:,} lines")
+            told = read
         yield entry
 
 
 @contextmanager
-def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
-    """Show how much of the logs is read; yields the function that updates it."""
-    told = 0
-    with show_bar(logs.size) as advance:
-
-        def update() -> None:
-            nonlocal told
-            read = logs.tell() if logs.size is not None else 0
-            advance(read - told, f"{logs.lines:,} lines")
-            told = read
-
-        yield update
-
-
-class Advance(Protocol):
-    def __call__(self, count: int, told: str = ...) -> object: ...
-
-
-@contextmanager
-def show_bar(size: int | None) -> Iterator[Advance]:
+def show_bar(size: int | None) -> Iterator[Callable[..., object]]:
     """Show a progress bar for this many bytes on stderr if that is a terminal; yields the function that moves it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
 
@@ -128,12 +110,8 @@ def _describe_nothing(logs: Logs) -> str:
     if not kinds:
         return "the log is empty"
     first = next(iter(kinds.values()))
-    told = [f"{_count_lines(problem.count)}: {PROBLEMS[kind]}" for kind, problem in kinds.items()]
+    told = [f"{count_many(problem.count, 'line')}: {PROBLEMS[kind]}" for kind, problem in kinds.items()]
     return escape_controls(f"{'; '.join(told)} (first: {first.places[0]})")
-
-
-def _count_lines(count: int) -> str:
-    return "1 line" if count == 1 else f"{count:,} lines"
 
 
 def print_lines(logs: Logs, evictions: int) -> None:
@@ -142,7 +120,7 @@ def print_lines(logs: Logs, evictions: int) -> None:
         severity = "note" if kind in HARMLESS else "warning"
         example = "".join([f": {name}" for name in problem.names][:1])
         places = ", ".join(map(str, problem.places))
-        told = f"{severity}: {_count_lines(problem.count)}: {PROBLEMS[kind]}{example} ({places})"
+        told = f"{severity}: {count_many(problem.count, 'line')}: {PROBLEMS[kind]}{example} ({places})"
         print(escape_controls(told), file=sys.stderr)
     if evictions:
         text = f"warning: {evictions:,} live fingerprints were dropped for lack of room, so counts may be too low"

@@ -1,7 +1,7 @@
 """Rollouts of Codex: `~/.codex/sessions/<year>/<month>/<day>/rollout-<time>-<thread>.jsonl`.
 
 A line has a payload: an item of the Responses API, or something about the session. All items that the model makes before
-the first result or message of somebody else are one answer. Rollouts of 2025 have items without anything around them.
+the first result, or message of another party, are one answer. Rollouts of 2025 have items without anything around them.
 
 The rollout of a fork begins with its own head, the heads of the threads that it goes on from, and copies of their items, with
 new times. So a call is identified by the oldest of these threads, and all answers up to it.

@@ -1,4 +1,4 @@
-"""What sessions took, and the `session_limits` that nearly all of them would have kept."""
+"""What sessions used, and the `session_limits` that nearly all of them would have met."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_TOOL = 256
 
 
 class Total(msgspec.Struct):
-    """What one session took, with its sub-agents.
+    """What one session used, including its sub-agents.
 
     Attributes:
         looped: it had a loop.
@@ -41,7 +41,7 @@ def find_percentile(values: Sequence[int], percent: int) -> int:
 
 
 def recommend_limits(totals: Sequence[Total]) -> dict[str, Any]:
-    """Percentiles of what sessions took, and limits that each would have stopped at most 1 % of those without a loop.
+    """Percentiles of what sessions used, and limits each of which would have stopped at most 1 % of those without a loop.
 
     A tool's percentiles are those of the sessions that called it, and those of agents of the sessions that started any.
     """

@@ -291,7 +291,7 @@ def _list_keys(body: bytes) -> str:
 
 
 def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
-    """What the newest answers say in a form that no API has, such as that of an SDK: without it, nothing could repeat."""
+    """What the newest answers contain in a form that no API uses, such as an SDK's own; ignoring it would hide loops."""
     read = (part for message in conversation.read_backwards() for part in message.read_parts())
     if all(part.kind == OTHER and part.value is ABSENT for part in read):  # nothing is where the API has it
         return "messages with their content under unknown keys"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from extproc.cli.commands import count
+from extproc.cli.commands import count_many
 from extproc.cli.replay.table import make_console, print_rows
 from extproc.cli.scan.limits import PERCENTS
 from extproc.cli.scan.report import GROUPS
@@ -174,10 +174,6 @@ def write_path(path: str) -> str:
 
 def write_size(size: int) -> str:
     return next((f"{size / unit:.1f} {letter.upper()}B" for unit, letter in _UNITS if size >= unit), f"{size} bytes")
-
-
-def count_many(number: int, noun: str) -> str:
-    return f"{number:,} {count(number, noun).partition(' ')[2]}"
 
 
 def _print_loops(title: str, loops: Sequence[Sequence[str]]) -> None:

@@ -127,7 +127,7 @@ class FoundLoop(msgspec.Struct):
 
 
 class RunReport(msgspec.Struct):
-    """What one conversation was.
+    """The result of one conversation.
 
     Attributes:
         about: whose it is.

@@ -139,6 +139,11 @@ class AdminClient:
         self._client.close()
 
 
+def select_params(options: argparse.Namespace, *names: str) -> dict[str, str]:
+    """The query for a report, from the flags with these names that are not empty."""
+    return {name: value for name in names if (value := str(getattr(options, name)))}
+
+
 def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
     """One report of all servers, with each table once; raises LoopguardError as `AdminClient.ask` does."""
     joined, *others = [client.ask(path, params=params) for client in clients]

@@ -41,7 +41,7 @@ _RANKS = {action.value: rank for action, rank in SEVERITY.items()}
 
 
 class Known(NamedTuple):
-    """What rows are described with.
+    """What rows are described from.
 
     Attributes:
         loops: the rows of `/loops`, by name.

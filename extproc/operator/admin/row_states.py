@@ -37,7 +37,7 @@ def write_now(row: Mapping[str, Any], now: float) -> str:
 
 
 def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | None) -> list[str]:
-    """What else than loops burns money now: failing tools, explosions of agents, and what the total of `/budgets` says."""
+    """What burns money now besides loops: failing tools, explosions of agents, and what the total of `/budgets` says."""
     counted = (
         (failing, "failing tool", "failing tools"),
         (explosions, "explosion of agents", "explosions of agents"),
