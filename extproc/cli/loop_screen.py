@@ -105,9 +105,10 @@ def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
     lines = []
     for row in [*_list_burning(report), *report["conversations"]]:
-        whom = f" {write_caller(row)}"
         if "sessions" in row:
             whom = f"for {count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
+        else:
+            whom = f" {write_caller(row)}"
         said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row["orders"]]]
         lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
         lines += [f"{command}{more}" for command in row["commands"].values()]
