@@ -429,6 +429,7 @@ class Exchange(Reading):
         enforcing: the guards whose verdict is the answer.
         shadow: the guards whose verdict has no effect.
         groups: both.
+        reserves: some guards limit sessions or budgets.
         settles: what one of these takes is settled after the response.
         inspects: maximum length of a body to keep for inspection, in bytes; 0 for none.
         steers: maximum length of a body to keep for editing, in bytes; 0 for none.
@@ -456,7 +457,7 @@ class Exchange(Reading):
         self.tenant = ""
         self.content: bytes | memoryview | None = None
         self.document: Document | None = None
-        self.settles = False
+        self.reserves = self.settles = False
         self.enforcing = Guards(shadow=False)
         self.shadow = Guards(shadow=True)
         self.groups = [self.enforcing, self.shadow]
@@ -545,6 +546,7 @@ class Exchange(Reading):
         group = self.shadow if plan.shadow else self.enforcing
         if plan.budget is not None and not plan.judges_requests:
             self._admit_budget(plan, plan.budget, group)
+            self.reserves = True
             return
         own = len(group.active)
         admitted = group.admit(plan, self.request, self._last)
@@ -557,6 +559,7 @@ class Exchange(Reading):
                 self.reads_ends = self.reads_ends or plan.reads_ends
         if plan.budget is not None:
             self._admit_budget(plan, plan.budget, group)
+        self.reserves = self.reserves or plan.limiter is not None or plan.budget is not None
 
     def _admit_budget(self, plan: Plan, budget: BudgetPlan, group: Guards) -> None:
         """Make the plan's budgets a guard of a group."""
@@ -587,7 +590,7 @@ class Exchange(Reading):
             watching.shadow.budgets = [each for each in self.shadow.budgets if each.needs_body]
             self.shadow.budgets = [each for each in self.shadow.budgets if not each.needs_body]
         watching.inspects, watching.reads_ends = self.inspects, self.reads_ends
-        watching.settles = self.settles
+        watching.reserves, watching.settles = self.reserves, self.settles
         watching.paired, watching.counts_failed = self.paired, self.counts_failed
         watching.plans = self.plans
         watching.state, watching.record = self.state, self.record

@@ -319,8 +319,7 @@ def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shad
         if decision.lead is not None or decision.shadow is not None:
             decision = _weigh(service, exchange, decision)
         changed = UNCHANGED
-        reserves = len(exchange.sessions) > 0 or len(exchange.budgets) > 0
-        if decision.steer is not None or (reserves and exchange.state != SENT_ON and exchange.may_be_edited):
+        if decision.steer is not None or (exchange.reserves and exchange.state != SENT_ON and exchange.may_be_edited):
             decision, changed = _change(service, kind, exchange, decision)
         service.reporter.report(exchange, decision)
         if decision.shadow is not None and decision.shadow.action is Action.REJECT and exchange.shadow.budgets:
@@ -330,12 +329,12 @@ def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shad
         if (counts is None or exchange.enforcing.forbidden is not None) and exchange.state != SENT_ON:
             reply = _refuse_uncounted(service, exchange, decision, counts)
         reply = reply or _write(service, kind, exchange, decision, changed)
-        if reserves:
+        if exchange.reserves:
             if reply.refuses:
                 give_back(service, exchange, REFUSED, _REFUSED_STATUS)
             else:
                 service.counting.join_sessions(exchange.sessions)
-        exchange.waits = reserves and exchange.delayed and not reply.refuses
+        exchange.waits = exchange.delayed and exchange.reserves and not reply.refuses
         if exchange.paired:
             _compare(service, exchange, decision, refused=reply.refuses)
         service.metrics.decision_seconds.observe(_now() - exchange.started)
@@ -486,4 +485,5 @@ def close(service: Service, exchange: Exchange) -> None:
     if exchange.waits:
         give_back(service, exchange, WITHDRAWN, 0)
         exchange.waits = False
-    exchange.let_go()
+    if exchange.reserves:
+        exchange.let_go()
