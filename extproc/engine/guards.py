@@ -47,7 +47,7 @@ from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionLimiter
 from extproc.sessions.names import Rings, hash_session
-from extproc.sessions.rates import Usage, estimate_tokens
+from extproc.sessions.rates import estimate_tokens
 from extproc.sessions.trees import NO_AGENT, digest_agent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
@@ -563,8 +563,8 @@ class SessionGuard(Guard):
             self._read_calls(document)
         self.call = CALLS.name()
         self.model = cut_text(find_model(exchange.request.path, self.calls.model), LONGEST_MODEL)
-        usage = Usage(estimate_tokens(exchange.sums.length), self.calls.answer or DEFAULT_ANSWER)
-        self.reserve = self.limiter.rates.find_cost(self.model, usage)
+        tokens, answer = estimate_tokens(exchange.sums.length), self.calls.answer or DEFAULT_ANSWER
+        self.reserve = self.limiter.rates.weigh(self.model, tokens, answer)
         if place is not None:
             fresh = self.call[:CONVERSATION]
             self._earlier_steps, self._nameless = place.depth, True

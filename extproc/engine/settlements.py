@@ -141,11 +141,18 @@ def describe_calls(exchange: Exchange) -> str:
 
     It is a list of objects: of each session's call, of the counts that include the request, and of the budgets of each policy.
     """
-    described: list[dict[str, object]] = []
-    for each in exchange.sessions:
-        if each.is_let_through:
-            named = {"policy": each.plan.id, "mode": each.limiter.mode, "name": each.name_ledger()}
-            described.append({**named, "call": each.call.hex(), "model": each.model, "reserve": each.reserve})
+    described: list[dict[str, object]] = [
+        {
+            "policy": each.plan.id,
+            "mode": each.limiter.mode,
+            "name": each.name_ledger(),
+            "call": each.call.hex(),
+            "model": each.model,
+            "reserve": each.reserve,
+        }
+        for each in exchange.sessions
+        if each.is_let_through
+    ]
     if not exchange.counts_failed:
         every = [guard for group in exchange.groups for guard in group.active]
         if counted := [pair for guard in every for pair in guard.list_counted()]:

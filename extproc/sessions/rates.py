@@ -107,13 +107,12 @@ class Rates:
 
     def find_cost(self, model: str, usage: Usage) -> int:
         """The cost of a call in nano-dollars, rounded once, half up."""
-        rate = self._choose(model, usage.prompt)
-        total = (
-            usage.input * rate.input
-            + usage.output * rate.output
-            + usage.cache_read * rate.cache_read
-            + usage.cache_write * rate.cache_write
-        )
+        return self.weigh(model, usage.input, usage.output, usage.cache_read, usage.cache_write)
+
+    def weigh(self, model: str, plain: int, output: int, read: int = 0, written: int = 0) -> int:
+        """The same, of numbers of tokens in the order of `Usage`."""
+        rate = self._choose(model, plain + read + written)
+        total = plain * rate.input + output * rate.output + read * rate.cache_read + written * rate.cache_write
         return _divide(total, rate.per)
 
     def find_known_cost(self, model: str, usage: Usage) -> int | None:

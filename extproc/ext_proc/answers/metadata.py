@@ -52,40 +52,46 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
 
 def write_sessions(calls: str) -> bytes:
     """The same field with SESSIONS only; `calls` must not be empty."""
-    return write_entries([write_text(SESSIONS, calls)])
+    return write_entries([_write_value(_SESSIONS_KEY, _STRING, calls.encode())])
 
 
 def write_text(key: str, text: str) -> bytes:
     """An entry with a text, for `write_entries`."""
-    return _write_value(key, _STRING, _encode(text))
+    return _write_value(_write_key(key), _STRING, _encode(text))
 
 
 def write_entries(entries: list[bytes]) -> bytes:
     """The field that `write_metadata` writes, with entries that are written already."""
-    return write_field(_DYNAMIC_METADATA, _write_value(NAMESPACE, _STRUCT, b"".join(entries)))
+    return write_field(_DYNAMIC_METADATA, _write_value(_NAMESPACE_KEY, _STRUCT, b"".join(entries)))
 
 
 def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold, each its own way
     """An entry of a Struct's fields."""
     if isinstance(value, str):
         return write_text(key, value)
+    before = _write_key(key)
     if isinstance(value, dict):
-        return _write_value(key, _STRUCT, b"".join([_write_entry(inner, field) for inner, field in value.items()]))
+        return _write_value(before, _STRUCT, b"".join([_write_entry(inner, field) for inner, field in value.items()]))
     if isinstance(value, bool):
-        return _write_tagged(key, _BOOLS[value])
+        return _write_tagged(before, _BOOLS[value])
     if isinstance(value, (int, float)):  # a union would be made for each call
-        return _write_tagged(key, _NUMBER.pack(_NUMBER_TAG, value))
-    return _write_tagged(key, _NULL)
+        return _write_tagged(before, _NUMBER.pack(_NUMBER_TAG, value))
+    return _write_tagged(before, _NULL)
 
 
-def _write_value(key: str, kind: int, content: bytes) -> bytes:
+def _write_key(key: str) -> bytes:
+    return write_field(_KEY, _encode(key))
+
+
+def _write_value(key: bytes, kind: int, content: bytes) -> bytes:
     """An entry of a map, with a string or a message; `kind` is the number of its field in a Value."""
     return _write_tagged(key, write_head(kind, len(content)) + content)
 
 
-def _write_tagged(key: str, value: bytes) -> bytes:
+def _write_tagged(key: bytes, value: bytes) -> bytes:
     """An entry with a Value."""
-    return write_field(_FIELDS, write_field(_KEY, _encode(key)) + write_head(_VALUE, len(value)) + value)
+    entry = key + write_head(_VALUE, len(value)) + value
+    return write_head(_FIELDS, len(entry)) + entry
 
 
 def _encode(text: str) -> bytes:
@@ -106,3 +112,7 @@ def write_head(number: int, length: int) -> bytes:
 def write_field(number: int, content: bytes) -> bytes:
     """A string or a message with its tag and length."""
     return write_head(number, len(content)) + content
+
+
+_NAMESPACE_KEY: Final = _write_key(NAMESPACE)
+_SESSIONS_KEY: Final = _write_key(SESSIONS)
