@@ -645,7 +645,7 @@ class Conversation:
 
     def find_group(self, place: int) -> int:
         """The index of the first of the calls that were made at once with the one at a place; thoughts may be between them."""
-        start, older = place, place - 1 if self.find_facts(place).joins else -1
+        start, older = place, place - 1
         while older >= 0:
             before = self.find_facts(older)
             if before.joins:

@@ -126,9 +126,9 @@ class Reading:
         newer: Turn | None = None
         place, oldest = end - 1, max(len(conversation) - MAX_STEPS, 0)
         while place >= oldest:
-            start = place
-            if conversation.find_facts(place).speaker == ASSISTANT:
-                start = conversation.find_group(place)
+            start, facts = place, conversation.find_facts(place)
+            if facts.speaker == ASSISTANT:
+                start = conversation.find_group(place) if facts.joins else place
                 turn = Turn(self, start, place, end)
                 end = start
                 if not _is_thought(turn, newer):
