@@ -136,10 +136,13 @@ class Reading:
                     newer = turn
             place = start - 1
         conversation.check_count()
-        kept = Turn(self, -1, -1, end)  # by the server
-        unknown = conversation.elsewhere or (newer is None and kept.ends_with_result)
-        if unknown and kept.answered and not self.document.shortened:
-            yield kept
+        unknown, newest = conversation.elsewhere, self.newest
+        if newer is None and newest is not None:  # no action is shown: if the newest message has results, there was one
+            unknown = unknown or RESULT in [part.kind for part in newest.read_parts()]
+        if unknown and not self.document.shortened:
+            kept = Turn(self, -1, -1, end)
+            if kept.answered:
+                yield kept
 
     def _read_steps(self, messages: Iterator[Message]) -> Iterator[Turn]:
         """The turns of messages, newest first, some of which are parts of a text."""
@@ -335,11 +338,6 @@ class Turn:
             if conversation.find_facts(place).speaker:
                 return True
         return False
-
-    @property
-    def ends_with_result(self) -> bool:
-        """Whether the newest message has results."""
-        return RESULT in [part.kind for message in self._list_behind()[:1] for part in message.read_parts()]
 
     @property
     def did(self) -> ActionFacts:
