@@ -128,11 +128,11 @@ class Counting:
         group.remembers = False
         try:
             rings = self.store.push(pushes)
+            if isinstance(rings, HERE) or not isinstance(rings, Awaitable):
+                self._recall(group, rings)
+                return self.count(group)
         except Exception as error:  # noqa: BLE001  # handled by the callee
             return self._remember_without_store(group, pushes, error)
-        if isinstance(rings, HERE) or not isinstance(rings, Awaitable):
-            self._recall(group, rings)
-            return self.count(group)
         if group.waits:
             return self._recall_later(group, pushes, rings)
         _when_done(rings, partial(self._finish, pushes))
@@ -209,7 +209,7 @@ class Counting:
             return
         try:
             answers = self.store.hit([each.asked for each in settled])
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001  # handled by the callee
             self._finish_settling(settled, report, (), error)
         else:
             if isinstance(answers, HERE):
@@ -229,7 +229,10 @@ class Counting:
             answers = _complete(error, [each.asked for each in settled], self._settle_here)
             self._metrics.budget_lost.inc(sum([answer is None for answer in answers]))
         if report is not None:
-            report(settled, answers)
+            try:
+                report(settled, answers)
+            except Exception as bug:  # noqa: BLE001  # answers of another type must not change what the request is told
+                self._count_error(bug)
 
     def _settle_here(self, asked: list[Question]) -> list[Answer | None]:
         here = [one for one in asked if not isinstance(one, Take)]

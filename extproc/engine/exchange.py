@@ -763,7 +763,13 @@ class Exchange(Reading):
             for place, outcome in enumerate(trace):
                 if outcome.action is Action.STEER and not self.gets_notes(outcome):
                     trace[place] = outcome.change_action(Action.WARN)
-        return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.active else ())
+        watched: list[Outcome] = []
+        if self.shadow.active:
+            try:
+                watched = self.shadow.judge(shadow_counts)
+            except Exception as error:  # noqa: BLE001  # no error of a shadow policy may change the answer
+                self.shadow.fail(error)
+        return decide(trace, watched)
 
     def gets_notes(self, outcome: Outcome) -> bool:
         """Whether the conversation is in its detector's `steer_share`: the same for every replica, policy and request of it."""
