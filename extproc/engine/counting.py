@@ -1,4 +1,4 @@
-"""Asks the store to count a group of candidates, and counts in this process while the store is unavailable.
+"""Asks the store to count a group of guards, and counts in this process while the store is unavailable.
 
 Entries that sessions keep of a request are pushed first, in one step for the whole group. The verdict waits for this step only
 if it depends on earlier requests.
@@ -13,7 +13,7 @@ from time import perf_counter
 from types import NoneType
 from typing import Any, Final, TypeAlias, cast
 
-from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.exchange import Guards
 from extproc.engine.guards import Answer, Kept, SessionGuard
 from extproc.engine.settlements import Settled, list_give_backs

@@ -24,7 +24,7 @@ from extproc.budgets.guard import BUDGET
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
 from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.own_answers import leave_out_answers
-from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.budget_plan import BudgetPlan
 from extproc.engine.guards import (
     NO_LABELS,

@@ -15,7 +15,7 @@ from msgspec import MsgspecError, json
 
 from extproc.apis import read_path
 from extproc.budgets.guard import BudgetRules
-from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import CALLS, SessionGuard

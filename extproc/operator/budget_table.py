@@ -11,7 +11,7 @@ from extproc.bounded import Memo
 from extproc.budgets.guard import CIRCUIT_BREAKER, Reservation
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Action, Outcome
-from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.orders import hash_descriptor
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.table import MAX_ROWS, UNKNOWN, KnownAs, Table, cut_caller, find_known

@@ -11,7 +11,7 @@ from extproc.bounded import LRU
 from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import NOTED, Action, Decision, Outcome, Reason
-from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.exchange import Exchange, Guards, group_by_policy
 from extproc.engine.guards import Answer, SessionGuard
 from extproc.engine.handover import POLICY_METADATA, RefusedPolicy

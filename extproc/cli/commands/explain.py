@@ -17,7 +17,7 @@ from extproc.apis import read_path
 from extproc.budgets.guard import BUDGET, make_subject
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, NOTED, Action, Outcome
-from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import Guard, LoopGuard, SessionGuard

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from extproc.budgets.guard import Reservation, make_subject
 from extproc.budgets.subject import DOLLAR_UNIT, TOKEN_UNIT, BudgetSubject
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine.budget_candidates import BudgetGuard
+from extproc.engine.budget_guard import BudgetGuard
 from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_sessions, write_text
 
 RULE: Final = "budget_rule"
