@@ -23,6 +23,15 @@ SEVERITY = {action: rank for rank, action in enumerate(Action)}
 NOTED: Final = frozenset({Action.STEER, Action.LAND})
 """Actions that put a note for the model into the request."""
 
+DONE: Final = {
+    Action.WARN: "warned",
+    Action.STEER: "steered",
+    Action.THROTTLE: "throttled",
+    Action.LAND: "landed",
+    Action.REJECT: "refused",
+}
+"""What reports call a request on which an action was taken."""
+
 _ACTING: Final = frozenset(Action) - {Action.ALLOW}
 
 

@@ -24,7 +24,7 @@ Threshold = Annotated[int, Field(ge=2, le=MAX_THRESHOLD)]
 
 
 class Escalation(JsonObject):
-    """Stricter actions, each with a higher threshold.
+    """Stricter actions, the mildest first, each with a higher threshold.
 
     Attributes:
         steer: threshold of `steer`.
@@ -40,7 +40,7 @@ class Escalation(JsonObject):
 
     def list_steps(self) -> list[tuple[str, int]]:
         """Actions and their thresholds, the mildest first."""
-        steps = [("steer", self.steer), ("throttle", self.throttle), ("land", self.land), ("reject", self.reject)]
+        steps = [(name, getattr(self, name)) for name in type(self).model_fields]
         return [(name, threshold) for name, threshold in steps if threshold is not None]
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 
 from extproc.apis import API_NAMES
 from extproc.budgets.rule_keys import CircuitBreaker, CostBased, FallbackLimit, Rule, TokenBucket, TokenBucketLlm
+from extproc.decision import NOTED
 from extproc.detectors import KINDS
 from extproc.detectors.keys import SimilarityKeys
 from extproc.objects import (
@@ -313,7 +314,8 @@ class LoopDetection(SimilarityKeys):
     @property
     def adds_notes(self) -> bool:
         """Whether one of its actions puts a note into requests."""
-        return self.steers or self.action == "land" or self.escalate.land is not None
+        named = [self.action, *[name for name, _ in self.escalate.list_steps()]]
+        return any(action.value in named for action in NOTED)
 
 
 DEFAULT_DETECTOR = "default"

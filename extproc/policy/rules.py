@@ -64,7 +64,7 @@ _OWNERS = {
 """The keys that only some similarities have, and these similarities."""
 
 _USERS = {
-    "steer_note": ("steer", "land"),
+    "steer_note": tuple([action.value for action in Action if action in NOTED]),
     "steer_share": ("steer",),
     "max_delay_ms": ("throttle",),
     "reject_status": ("throttle", "reject"),  # too many delayed requests are refused

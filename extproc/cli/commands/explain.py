@@ -321,9 +321,7 @@ def _describe_action(guard: LoopGuard, step: int) -> str:
         "reject": f"reject with {answer}{status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
         "land": "land (a final answer without tool calls)",
-        "steer": "steer",
-        "warn": "warn",
-    }[outcome.action.value]
+    }.get(outcome.action.value, outcome.action.value)
     return f"report: would {told}" if guard.detector.shadow else told
 
 

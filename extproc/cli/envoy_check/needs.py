@@ -71,7 +71,7 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         known=True,
         uploads=uploads,
         hold=max(holds, default=0) / 1000,
-        warns=any({"warn", "steer", "land"} & _list_actions(loop) for loop in enforced) or any(staged),
+        warns=any(loop.adds_notes or "warn" in _list_actions(loop) for loop in enforced) or any(staged),
         keys=[key for policy in acting for key in policy.spec.list_sources()],
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
         outcomes=policies.needs_answers(),

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from extproc.cli.packed import FilePlace
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
-from extproc.decision import Action, Decision, Outcome
+from extproc.decision import DONE, Action, Decision, Outcome
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange, group_by_policy
 from extproc.logs import escape_controls
@@ -20,13 +20,7 @@ from extproc.operator.sketch import Sketch
 from extproc.request.http import HttpRequest
 
 VERSION = 1
-WORDS = {
-    Action.REJECT: "refused",
-    Action.LAND: "landed",
-    Action.THROTTLE: "throttled",
-    Action.STEER: "steered",
-    Action.WARN: "warned",
-}
+WORDS = dict(reversed(DONE.items()))
 """The word for each action, the strictest first."""
 
 _MAX_OFFENDERS = 10_000

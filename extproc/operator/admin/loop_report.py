@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
 
+from extproc.decision import DONE
 from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops
 from extproc.operator.admin.reports import (
     Selection,
@@ -35,7 +36,7 @@ from extproc.sessions.rates import BYTES_PER_TOKEN, Prices, estimate_tokens
 ENDED_SECONDS = 300
 """A conversation has ended if its loop was not acted on for this long."""
 
-ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "land": "landed", "reject": "refused"}
+ACTIONS = {action.value: word for action, word in DONE.items()}
 
 _ESTIMATE = f"input tokens are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body"
 
