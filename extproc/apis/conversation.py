@@ -44,7 +44,7 @@ from extproc.request.document import (
     write_canonical,
 )
 from extproc.request.notes import hash_words
-from extproc.request.patch import AMBIGUOUS, Patch, Value
+from extproc.request.patch import AMBIGUOUS, Around, Patch, Value
 
 ASSISTANT: Final = "assistant"
 USER: Final = "user"
@@ -260,6 +260,7 @@ class Beside:
         size: length of these bytes, and of the values of keys that are kept.
         hints: a tool may say whether it only reads.
         declares: some tools, and whether one of them may be declared; None if that is unknown.
+        around: what an edit has found in the bytes around the messages; None if it is unknown.
     """
 
     def __init__(self, body: Any, behind: bytes) -> None:  # noqa: ANN401  # made at run time
@@ -269,6 +270,7 @@ class Beside:
         self.size = len(behind)
         self.hints = True
         self.declares: tuple[frozenset[str], bool] | None = None
+        self.around: Around | None = None
         for name in body.__struct_fields__:
             value = getattr(body, name)
             if type(value) is Raw and value is not ABSENT:

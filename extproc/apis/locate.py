@@ -71,10 +71,22 @@ class Locations:
         return [place for place in places if place.result] or places
 
 
-def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | None:
-    """Offsets of the first message in a body and behind the last one, all of them JSON; None if no such document is known."""
+def open_patch(document: Document | None, data: bytes) -> Patch:
+    """Open a body for an edit; raises as `Patch` does.
+
+    Args:
+        document: the same body as policies have read it; None if there is none. Its messages need not be read again, nor what
+            is around them if that was the same in an earlier body.
+        data: the body.
+    """
     found = find_known(document, data)
-    return (locate_message(found, 0)[0], locate_message(found, len(found) - 1)[1]) if found is not None else None
+    if found is None or found.known is None or found.known.beside is None:
+        return Patch(data)
+    messages, beside = (locate_message(found, 0)[0], locate_message(found, len(found) - 1)[1]), found.known.beside
+    patch = Patch(data, messages, beside.around)
+    if beside.around is None:
+        beside.around = patch.describe_around()
+    return patch
 
 
 def _read_newest(patch: Patch, shape: Shape, given: Value, document: Document | None) -> list[tuple[str, Any, Value]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, ValidationError, json
 
@@ -38,6 +38,7 @@ AMBIGUOUS: Final = "ambiguous_body"
 UNVERIFIED: Final = "unverified"
 """The reason for an edit that would change more than intended."""
 
+_MOST_KEPT: Final = 64
 _INSPECT_LIMIT: Final = "inspect_limit"
 
 _LONGEST_NAME: Final = 1_024
@@ -168,6 +169,18 @@ Fields = dict[str, Value]
 Pieces = list[bytes | memoryview]
 
 
+class Around(NamedTuple):
+    """What was found around the messages of a body.
+
+    Attributes:
+        size: the length of the bytes around them.
+        members: the body's members, as the `key`, `at`, `start` and `end` of each value; empty if there are too many to keep.
+    """
+
+    size: int
+    members: Sequence[tuple[str, int, int, int]]
+
+
 class Patch:
     """One body, and changes to it.
 
@@ -176,13 +189,14 @@ class Patch:
         root: the whole value, as far as it is read.
     """
 
-    def __init__(self, data: bytes, messages: tuple[int, int] | None = None) -> None:
+    def __init__(self, data: bytes, messages: tuple[int, int] | None = None, around: Around | None = None) -> None:
         """Open a body, without changes.
 
         Args:
             data: the body.
             messages: offsets between which it is known to have nothing but whole elements of a list, all of them JSON. They are
                 not read, except for those that `open_element` opens.
+            around: what was found in another body in which the same bytes, if they are as many, are around the messages.
 
         Raises:
             NotCounted: it is not JSON, or too long, or has a repeated key.
@@ -201,10 +215,19 @@ class Patch:
             whole = Part(data[:start] + data[end:], 0, start, end - start)
         self._parts = [whole]
         self.root = whole.root
-        if self.is_object(self.root):
+        if around is not None and around.members and around.size == len(whole.text):
+            self.take(_VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10))  # as if they were read
+            self.root.children = [Value(whole, *member, self.root) for member in around.members]
+        elif self.is_object(self.root):
             self._open_object(self.root)  # whose keys need be UTF-8, as those of all objects that are opened
         else:
             self._read(self.root, _decode_raw)
+
+    def describe_around(self) -> Around:
+        """What is around the messages, for other bodies in which it is the same."""
+        found = self.root.children or []
+        members = [(member.key, member.at, member.start, member.end) for member in found] if len(found) <= _MOST_KEPT else []
+        return Around(len(self.root.part.text), members)
 
     def take(self, units: int) -> None:
         """Charge this many units.

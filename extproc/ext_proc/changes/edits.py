@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from extproc.apis.locate import find_checked
+from extproc.apis.locate import open_patch
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import list_encodings, split_mark
 from extproc.request.http import HttpRequest
@@ -65,7 +65,7 @@ def edit(
         raise NotEdited("content_encoding")
     mark, rest = split_mark(bytes(body))
     try:
-        patch = Patch(rest, find_checked(document, rest))
+        patch = open_patch(document, rest)
         change(patch)
         pieces = patch.apply()
     except NotCounted as why:
