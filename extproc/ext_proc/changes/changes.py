@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 from extproc.apis import open_conversation
-from extproc.decision import Action, Decision, Outcome
+from extproc.decision import Action, Decision
 from extproc.engine.exchange import Exchange
 from extproc.ext_proc.answers.go_on import NARROWED, STEERED
 from extproc.ext_proc.budget import InspectionBudget
@@ -35,7 +35,7 @@ _INSPECT_LIMIT: Final = "inspect_limit"
 _NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
 
 
-class Original:
+class Original(NamedTuple):
     """A request's body as it came.
 
     Attributes:
@@ -43,11 +43,8 @@ class Original:
         why: the reason for None, as in `unsteered_total`.
     """
 
-    __slots__ = ("content", "why")
-
-    def __init__(self, content: bytes | memoryview | None, why: str = "") -> None:
-        self.content = content
-        self.why = why
+    content: bytes | memoryview | None
+    why: str = ""
 
     def read(self, most: int) -> bytes | memoryview:
         """The whole body.
@@ -85,7 +82,7 @@ class Job:
         decision: what was decided; an edit that is impossible may change it.
         original: the body as it came.
         changed: the result of the edits.
-        outcome: what the note is about; None for no note.
+        noted: what the note is about: one outcome, or none.
         narrowing: the sessions whose limits narrow the request's tools.
         strict: those of them that leave it no tools but a few.
         done: the number of steps of an edit that were possible.
@@ -96,7 +93,7 @@ class Job:
         self.decision = decision
         self.original = original
         self.changed = UNCHANGED
-        self.outcome = decision.steer
+        self.noted = [decision.steer] if decision.steer is not None else []
         self.narrowing = [session for session in exchange.enforcing.sessions if session.narrowing is not None]
         self.strict = [session for session in self.narrowing if session.narrowing is not None and session.narrowing.every]
         self.done = 0
@@ -108,15 +105,13 @@ class Job:
             due.append("finish" if self.strict else "narrow")
         if self.exchange.asks_usage:
             due.append("usage")
-        if self.outcome is not None:
-            due.append(self.outcome.action.value)
-        return due
+        return [*due, *[outcome.action.value for outcome in self.noted]]
 
     def edit(self, steps: tuple[Step, ...], most: int) -> None:
         """Take steps in a body of at most this many bytes; raises as they do, and NotEdited."""
         body = b"".join(self.changed.body) if self.changed.body is not None else self.original.read(most)
         document, marks = self.exchange.document, list(self.changed.marks)
-        if self.outcome is not None and document is not None and len(document) <= WORTH_COUNTING:
+        if self.noted and document is not None and len(document) <= WORTH_COUNTING:
             with suppress(NotCounted):
                 open_conversation(document)  # which the note's marks need anyway: it knows where the messages are
         self.done = 0
@@ -188,8 +183,8 @@ class Changes:
             job.edit(row.steps, row.find_most(job))
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
-            if job.done and len(row.steps) > 1 and job.outcome is not None:
-                self._reporter.report_unnarrowed([job.outcome.policy], why)
+            if job.done and len(row.steps) > 1:
+                self._reporter.report_unnarrowed([outcome.policy for outcome in job.noted], why)
                 self._apply(row._replace(steps=row.steps[:1]), job)
             else:
                 job.decision = row.give_up(job, self._reporter, why)
@@ -212,38 +207,13 @@ def _take_out(patch: Patch, job: Job) -> bool:
     return take_out(patch, job.exchange.request.path, given)
 
 
-def _forbid(patch: Patch, job: Job) -> bool:
-    return take_out(patch, job.exchange.request.path, Tools(None, removes=False))
-
-
-def _ask_usage(patch: Patch, job: Job) -> bool:
-    return ask_usage(patch, job.exchange.request.path)
-
-
 def _add_note(patch: Patch, job: Job) -> bool:
-    exchange, outcome = job.exchange, _get_outcome(job)
+    exchange, outcome = job.exchange, job.noted[0]
     guard = exchange.find_guard(outcome)
-    write = lambda data: (write_note(outcome, exchange, guard.compiled), exchange.make_marks(guard, data))  # noqa: E731
-    add_note(patch, write, exchange.document)
+    add_note(
+        patch, lambda data: (write_note(outcome, exchange, guard.compiled), exchange.make_marks(guard, data)), exchange.document
+    )
     return True
-
-
-def _get_outcome(job: Job) -> Outcome:
-    if job.outcome is None:
-        raise LookupError("the request gets no note")
-    return job.outcome
-
-
-def _find_narrowing_most(job: Job) -> int:
-    return min([session.plan.steers for session in job.strict or job.narrowing])
-
-
-def _find_usage_most(job: Job) -> int:
-    return max([plan.steers for plan in job.exchange.list_asking()])
-
-
-def _find_note_most(job: Job) -> int:
-    return job.exchange.find_guard(_get_outcome(job)).plan.steers
 
 
 def _refuse(job: Job, reporter: Reporter, why: str) -> Decision:
@@ -257,25 +227,34 @@ def _refuse(job: Job, reporter: Reporter, why: str) -> Decision:
     return job.decision.refuse_instead(emptied[0].refuse_unnarrowed())
 
 
-def _go_on(job: Job, _: Reporter, _why: str) -> Decision:
-    """Let the request continue: its cost is estimated, and reported as such."""
-    return job.decision
-
-
 def _warn(job: Job, reporter: Reporter, why: str) -> Decision:
     """Let the request continue with a warning."""
     reporter.report_unsteered(job.decision, why)
     return job.decision.warn_instead()
 
 
+def _find_most(job: Job) -> int:
+    return job.exchange.find_guard(job.noted[0]).plan.steers
+
+
+_NARROW: Final = Edit(
+    (Step(_take_out, NARROWED),),
+    lambda job: min([session.plan.steers for session in job.strict or job.narrowing]),
+    _refuse,
+)
 _NOTE: Final = Step(_add_note, STEERED)
-_NARROW: Final = Edit((Step(_take_out, NARROWED),), _find_narrowing_most, _refuse)
+_FORBID: Final = Step(lambda patch, job: take_out(patch, job.exchange.request.path, Tools(None, removes=False)), NARROWED)
+_USAGE: Final = Step(lambda patch, job: ask_usage(patch, job.exchange.request.path), b"")
 
 EDITS: Final[dict[str, Edit]] = {
     "narrow": _NARROW,
     "finish": _NARROW,
-    "usage": Edit((Step(_ask_usage, b""),), _find_usage_most, _go_on),
-    "steer": Edit((_NOTE,), _find_note_most, _warn),
-    "land": Edit((_NOTE, Step(_forbid, NARROWED)), _find_note_most, _warn),
+    "usage": Edit(
+        (_USAGE,),
+        lambda job: max([plan.steers for plan in job.exchange.list_asking()]),
+        lambda job, _reporter, _why: job.decision,  # the cost is estimated, and reported as such
+    ),
+    "steer": Edit((_NOTE,), _find_most, _warn),
+    "land": Edit((_NOTE, _FORBID), _find_most, _warn),
 }
 """What is done to a body, by the name of the action, or of what a session's limits ask for."""

@@ -118,9 +118,8 @@ class _Group:
         value: the list or object.
         members: its tools and other entries.
         gone: positions of the members to remove.
+        within: the parent group; None for the outermost.
     """
-
-    __slots__ = ("_place", "_within", "gone", "members", "value")
 
     def __init__(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> None:
         """Start with all members.
@@ -134,21 +133,16 @@ class _Group:
         self.value = value
         self.members = members
         self.gone: set[int] = set()
-        self._within = within
+        self.within = within
         self._place = place
 
     def remove(self, place: int) -> None:
         self.gone.add(place)
-        if self._within is not None and len(self.gone) == len(self.members):
-            self._within.remove(self._place)
-
-    @property
-    def stays(self) -> bool:
-        """Whether the group keeps a member; always true for the outermost, which its caller removes."""
-        return self._within is None or len(self.gone) < len(self.members)
+        if self.within is not None and len(self.gone) == len(self.members):
+            self.within.remove(self._place)
 
 
-class _Tool:
+class _Tool(NamedTuple):
     """A declared tool.
 
     Attributes:
@@ -158,13 +152,10 @@ class _Tool:
         built_in: the API runs it regardless of the tool choice.
     """
 
-    __slots__ = ("built_in", "group", "names", "place")
-
-    def __init__(self, names: tuple[str, ...], group: _Group, place: int, *, built_in: bool = False) -> None:
-        self.names = names
-        self.group = group
-        self.place = place
-        self.built_in = built_in
+    names: tuple[str, ...]
+    group: _Group
+    place: int
+    built_in: bool = False
 
 
 class _KnownTools(NamedTuple):
@@ -201,8 +192,6 @@ class _Tools:
         served: the list also names servers, which offer more tools.
         dialect: the other API in whose format the list is written, if any.
     """
-
-    __slots__ = ("_dialects", "_groups", "_patch", "dialect", "found", "served")
 
     def __init__(self, patch: Patch, value: Value, dialects: Sequence[ToolList], name: str) -> None:
         """Read the list.
@@ -243,7 +232,7 @@ class _Tools:
         for tool in tools:
             tool.group.remove(tool.place)
         for group in self._groups:
-            if group.stays:
+            if group.within is None or len(group.gone) < len(group.members):  # the caller removes the outermost
                 self._patch.remove(group.value, group.gone)
 
     def _open(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> _Group:
