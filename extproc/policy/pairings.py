@@ -89,19 +89,18 @@ def make_claim(policy: Outline, namespace: str) -> Claim:
 def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, str]]:
     """The place of each policy that names one it cannot be compared with, and what would be right."""
     claimed = list(claims)
-    modes = {claim.identity: claim.mode for claim in claimed if claim is not None}
-    namespaces = {claim.identity: claim.namespace for claim in claimed if claim is not None}
+    known = {claim.identity: claim for claim in claimed if claim is not None}
     for place, claim in enumerate(claimed):
-        named = claim.canary_of if claim is not None else None
-        if claim is None or named is None:
+        if claim is None or claim.canary_of is None:
             continue
+        named = claim.canary_of
         if named == claim.identity:
             yield place, "canary_of must name another policy, not this one"
-        elif named not in modes:
-            close = difflib.get_close_matches(named, modes, n=1)
+        elif named not in known:
+            close = difflib.get_close_matches(named, known, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
             yield place, f"canary_of must name a loaded policy, and there is no {named!r}{meant}"
-        elif namespaces[named] != claim.namespace:
+        elif known[named].namespace != claim.namespace:
             yield place, f"canary_of must name a policy of the same namespace, and {named!r} is outside of it"
-        elif modes[named] == "shadow":
+        elif known[named].mode == SHADOW:
             yield place, f"canary_of must name a policy with mode enforce, but {named!r} is in shadow mode"

@@ -45,10 +45,6 @@ def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", session
 
 def add_asking_flags(parser: argparse.ArgumentParser) -> None:
     add_admin_flag(parser)
-    add_token_flag(parser)
-
-
-def add_token_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         metavar="PATH",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from math import floor
@@ -210,11 +211,11 @@ def _write_line(document: CoverageDocument, seen: Mapping[str, Any], state: Serv
 
 
 def _list_main_reasons(document: CoverageDocument) -> list[str]:
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for row in document.rows:
         if row.policy and row.recent and _tells_why(row) and row.reason not in BY_DESIGN:
-            counts[row.reason] = counts.get(row.reason, 0) + row.recent
-    return [f"{reason} {counts[reason]:,}" for reason in sorted(counts, key=lambda reason: -counts[reason])[:_REASONS_SHOWN]]
+            counts[row.reason] += row.recent
+    return [f"{reason} {count:,}" for reason, count in counts.most_common(_REASONS_SHOWN)]
 
 
 def _tells_why(row: CoverageRow) -> bool:
@@ -232,18 +233,16 @@ def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
 
 def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
     live = any(row.recent for row in document.rows)  # then past problems are not findings any more
-    requests: dict[tuple[str, str], int] = {}
+    requests: Counter[tuple[str, str]] = Counter()
     for row in document.rows:
         if not _tells_why(row) and row.policy:
-            name = row.policy, row.mode
-            requests[name] = requests.get(name, 0) + (row.recent if live else row.total)
+            requests[row.policy, row.mode] += row.recent if live else row.total
     found = []
     for row in document.rows:
         number = row.recent if live else row.total
         if not row.policy or not _tells_why(row) or not number:
             continue
-        of = max(requests.get((row.policy, row.mode), 0), number)
-        found.append(_describe_reason(row, number, of, places))
+        found.append(_describe_reason(row, number, max(requests[row.policy, row.mode], number), places))
     return found
 
 
