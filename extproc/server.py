@@ -22,6 +22,7 @@ from extproc.engine.engine import Engine
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
+from extproc.memory import read_memory
 from extproc.metrics import Metrics
 from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.canary_page import CanaryPages
@@ -205,6 +206,7 @@ class Server:
         self._health.set(serving=True)
         freeze_objects()
         plans = self.service.engine.plans
+        _LOG.info("memory for what requests make it remember", extra=make_extra(memory=read_memory().describe()))
         _LOG.info(
             "serving",
             extra=make_extra(

@@ -30,6 +30,7 @@ from zlib_ng.zlib_ng import crc32
 from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
 from extproc.bounded import Memo
+from extproc.memory import read_memory
 from extproc.request.document import (
     ABSENT,
     INSPECTION,
@@ -81,8 +82,8 @@ _LONGEST_OPTIONS: Final = 4_096
 ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
-_MOST_BYTES: Final = 24 * 2**20
-_MOST_FACTS: Final = 8 * 2**20
+_MOST_BYTES: Final = read_memory().messages * 3 // 8
+_MOST_FACTS: Final = read_memory().messages // 8
 """Sizes of each of two generations of the caches of conversations and of single messages, in bytes."""
 
 _MESSAGE_BYTES: Final = 1_200

@@ -17,6 +17,7 @@ from extproc.bounded import LRU
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import LoopGuard
+from extproc.memory import read_memory
 from extproc.operator.loop_table import find_guard, name_repeated
 from extproc.request.fingerprint import NO_BODY, name_request, write_head, write_query
 
@@ -71,7 +72,7 @@ class NoteFollower:
     def __init__(self) -> None:
         # By policy, detector, mode, tenant and node of the chain: whether the conversation is followed from there on. It is not
         # if its body could not be edited. A request that is sent again is known by its node.
-        self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(_MOST_FOLLOWED)
+        self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(read_memory().scale(_MOST_FOLLOWED))
 
     def follow(self, exchange: Exchange, decision: Decision) -> list[AfterNote]:
         """Changes that a decided request shows."""

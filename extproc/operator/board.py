@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 
 from extproc.errors import StoreError
+from extproc.memory import read_memory
 from extproc.store import Store
 from extproc.store.rules.documents import BOARDS, MAX_DOCUMENT, make_replica_name
 
@@ -33,6 +34,12 @@ _COLLECT_SECONDS = 1.0
 """How long a reader waits for the store, and how old its last answer may be."""
 
 _LEAST_CUT = 10
+
+_BOARDS = 6
+_UNPACKED = 4
+_MOST_BYTES = 2**24
+"""The number of boards that share the memory for tables; how many times its bytes a document takes in memory; and the bytes of
+documents to unpack if nothing else limits them."""
 
 AnyDocument = TypeVar("AnyDocument", bound="BoardDocument")
 Made_co = TypeVar("Made_co", bound="BoardDocument", covariant=True)
@@ -170,8 +177,9 @@ class Board(Generic[AnyDocument]):
             return
         packed = found.documents if found is not None else {}
         packed.pop(self.replica, None)
-        self._collected = unpack_all(packed, self._kind)
-        self._collected_at, self._problem = time(), ""
+        self._collected = unpack_all(packed, self._kind, read_memory().share("tables") // _BOARDS // _UNPACKED)
+        self._collected_at, left_out = time(), len(packed) - len(self._collected)
+        self._problem = f"{left_out} of {len(packed)} reports are of another version, or too large" if left_out else ""
 
 
 def fit(most: int, make: Callable[[int], object]) -> bytes:
@@ -184,11 +192,18 @@ def fit(most: int, make: Callable[[int], object]) -> bytes:
         kept = max(0, kept - max(_LEAST_CUT, kept // 8))
 
 
-def unpack_all(documents: dict[str, bytes], kind: type[AnyDocument]) -> dict[str, AnyDocument]:
-    """Unpack documents, by replica. Those that cannot be read are from an unknown version, and are left out."""
+def unpack_all(documents: dict[str, bytes], kind: type[AnyDocument], most: int = _MOST_BYTES) -> dict[str, AnyDocument]:
+    """Unpack documents, by replica, up to `most` bytes in all.
+
+    Left out are those for which there is no room, and those that cannot be read, which are of an unknown version.
+    """
     decode = msgspec.msgpack.Decoder(kind).decode
     found = {}
     for replica, packed in documents.items():
         with suppress(msgspec.MsgspecError, ValueError, zlib.error):
-            found[replica] = decode(zlib.decompress(packed))
+            unpacking = zlib.decompressobj()
+            data = unpacking.decompress(packed, max(1, most))
+            if unpacking.eof and len(data) <= most:
+                found[replica] = decode(data)
+                most -= len(data)
     return found

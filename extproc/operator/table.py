@@ -12,6 +12,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from extproc.bounded import LRU
 from extproc.engine.guards import Guard
+from extproc.memory import read_memory
 from extproc.request.http import cut_text
 
 MAX_ROWS: Final = 1_000
@@ -63,9 +64,9 @@ class Table(Generic[AnyRow, Document]):
     """Rows by key, which begins with the tenant; when full, the least recently used row is dropped."""
 
     def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
-        """Start empty, with room for `most` rows, of which one tenant may have `share`."""
-        self._share = share
-        self._rows: LRU[tuple[str, ...], AnyRow] = LRU(most)
+        """Start empty, with room for `most` rows, of which one tenant may have `share`; for fewer if there is little memory."""
+        self._share = read_memory().scale(share)
+        self._rows: LRU[tuple[str, ...], AnyRow] = LRU(read_memory().scale(most))
         self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}
 
     @property

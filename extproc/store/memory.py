@@ -1,7 +1,7 @@
 """State in this process: for one replica, and as the reference against which every other store is tested.
 
-Bounded: beyond `max_entries`, or if entries are longer than `_MEAN_BYTES` on average, expired entries are dropped first, then
-the least recently used. Everything is O(1) amortised, and no operation stalls the event loop. Entries are spread over many
+Bounded in entries and in bytes: beyond `max_entries` or the memory for counts, expired entries are dropped first, then the
+least recently used. Everything is O(1) amortised, and no operation stalls the event loop. Entries are spread over many
 small dicts ("shards"), because growing one dict of a million entries takes 30 ms, and because finding the oldest entry of a
 large dict means stepping over the gaps that older ones left.
 
@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from extproc.bounded import LRU
 from extproc.errors import UsageError
+from extproc.memory import read_memory
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.memory_budgets import KeptBudget, MemoryBudgets
@@ -43,16 +44,21 @@ _SWEEP_EVERY: Final = 16
 _SWEEP: Final = 2 * _SWEEP_EVERY
 """Maximum number of expired entries to remove from a dict at once: more than were inserted, so sweeping overtakes inserting."""
 
-_MEAN_BYTES: Final = 256
-"""Average bytes of state in an entry: a count takes 28, a log or a ring can take thousands."""
+_MEAN_BYTES: Final = 1_024
+"""Bytes for each of `max_entries`, a quarter of them for chains and another for what is kept unpacked: a count takes 300, a log
+or a ring can take thousands."""
 
-_CHAINS_SHARE: Final = 4
-"""Chains may use this fraction of that memory in addition."""
+_OVERHEAD: Final = 176
+"""Bytes of an entry beside those of its key and of its state: two objects, and a place in a dict."""
+
+_PARTS: Final = 4
+"""What is kept unpacked may use one of these parts of the memory, chains one, and entries all that these leave."""
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
-"""Number of sessions' ledgers to keep unpacked, and of budgets, and their share of a small store's entries. They take 80 MB at
-most."""
+_AT_HAND_BYTES: Final = 40_960
+"""Number of sessions' ledgers to keep unpacked, and of budgets; their share of a small store's entries; and the bytes of one of
+each, at most."""
 
 _COMPARE_MS: Final = 100
 """How often the calendar is read: this costs more than a rule."""
@@ -89,23 +95,35 @@ class MemoryStore:
     """The `memory://` store; see `Store`."""
 
     def __init__(
-        self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES, clock: Callable[[], int] = _read_clock
+        self,
+        metrics: Metrics,
+        max_entries: int = DEFAULT_MAX_ENTRIES,
+        clock: Callable[[], int] = _read_clock,
+        max_bytes: int = 0,
     ) -> None:
-        """Start empty; `clock` returns the time in milliseconds."""
+        """Start empty.
+
+        Args:
+            metrics: metrics of the process.
+            max_entries: most entries.
+            clock: returns the time in milliseconds.
+            max_bytes: most bytes of entries, chains, and what is kept unpacked; 0 for the share of this process's memory.
+        """
+        most = min(max_entries * _MEAN_BYTES, max_bytes or read_memory().share("counts"))
         self._clock = clock
         self._calendar = _read_calendar if clock is _read_clock else clock
         self._compared = -_COMPARE_MS
         self._ahead = 0  # the calendar, compared with the clock
         self._max_entries = max_entries
-        self._max_bytes = max_entries * _MEAN_BYTES
+        self._max_bytes = most - most // _PARTS  # with chains
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
-        self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
+        self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE, most // _PARTS // _AT_HAND_BYTES)
         self._at_hand: LRU[str, Ledger] = LRU(self._most_at_hand)  # ledgers kept unpacked
         self._entries = 0  # including unpacked ledgers
         self._bytes = 0
         self._puts = 0
         self._hand = 0
-        self._chains = MemoryChains(self._max_bytes // _CHAINS_SHARE, metrics.store_evictions.inc)
+        self._chains = MemoryChains(most // _PARTS, metrics.store_evictions.inc)
         self._budgets = MemoryBudgets(self._most_at_hand, self._unpack_budget, self._pack_budget)
         self.documents = MemoryDocuments(clock)
         self._evictions = metrics.store_evictions
@@ -117,7 +135,7 @@ class MemoryStore:
 
     @property
     def size(self) -> int:
-        """Bytes of all values, without unpacked ledgers and budgets."""
+        """Bytes of all entries and chains, without unpacked ledgers and budgets."""
         return self._bytes + self._chains.size
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
@@ -345,7 +363,7 @@ class MemoryStore:
         entry = entries.pop(key, None) if entries is not None else None
         if entry is not None:
             self._entries -= 1
-            self._bytes -= len(entry)
+            self._bytes -= len(entry) + len(key) + _OVERHEAD
         return entry
 
     def _put(self, key: str, lifetime: int, entry: _Entry, now: int) -> None:
@@ -356,9 +374,9 @@ class MemoryStore:
             entries = shard[lifetime] = {}
         entries[key] = entry
         self._entries += 1
-        self._bytes += len(entry)
+        self._bytes += len(entry) + len(key) + _OVERHEAD
         self._puts += 1
-        if self._entries > self._max_entries or self._bytes > self._max_bytes:
+        if self._entries > self._max_entries or self.size > self._max_bytes:
             self._sweep(now)
             self._shrink(shard, key)
         elif not self._puts % _SWEEP_EVERY:
@@ -382,7 +400,7 @@ class MemoryStore:
 
     def _shrink(self, shard: _Shard, newest: str) -> None:
         """Drop entries until the bounds are met, or only unpacked ledgers and this shard's newest entry are left."""
-        while self._entries > self._max_entries or self._bytes > self._max_bytes:
+        while self._entries > self._max_entries or self.size > self._max_bytes:
             if self._entries - len(self._at_hand) <= 1:
                 return
             self._evict(shard, newest)

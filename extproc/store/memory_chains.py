@@ -10,7 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from extproc.store.rules.chain import CUT_MS, FIRST_MS, OVERHEAD, ends_at
+from extproc.store.rules.chain import CUT_MS, FIRST_MS, ends_at
+
+_OVERHEAD: Final = 320
+"""Bytes that a value takes with its key, beside those of the value: two objects, and a place in an ordered dict."""
 
 _SWEEP: Final = 4
 """Maximum number of expired values of each kind to remove at once: as many as one turn writes."""
@@ -20,7 +23,7 @@ class MemoryChains:
     """Values by key, each of one kind.
 
     Attributes:
-        size: bytes of all values.
+        size: bytes of all values, with their keys.
     """
 
     def __init__(self, max_bytes: int, on_evicted: Callable[[], object]) -> None:
@@ -52,10 +55,10 @@ class MemoryChains:
         """Keep a value for this many milliseconds, as the most recently written of its kind."""
         for kind in self._kinds:
             if key in kind:
-                self.size -= len(kind.pop(key)) + OVERHEAD
+                self.size -= len(kind.pop(key)) + _OVERHEAD
                 break
         self._kinds[0 if life <= CUT_MS else 1 if life <= FIRST_MS else 2][key] = value
-        self.size += len(value) + OVERHEAD
+        self.size += len(value) + _OVERHEAD
         while self.size > self._max_bytes:
             kind = next((kind for kind in self._kinds if kind), self._kinds[0])
             self._drop_oldest(kind)
@@ -72,4 +75,4 @@ class MemoryChains:
 
     def _drop_oldest(self, kind: OrderedDict[str, bytes]) -> None:
         _, value = kind.popitem(last=False)
-        self.size -= len(value) + OVERHEAD
+        self.size -= len(value) + _OVERHEAD

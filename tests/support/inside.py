@@ -16,7 +16,7 @@ from tests.support.rooms import list_imports
 
 IMPORTED = {
     "": """
-        apis bounded build decision detectors errors logs metrics objects options pb reload server settings sockets
+        apis bounded build decision detectors errors logs memory metrics objects options pb reload server settings sockets
         store
     """,
     "apis": """

@@ -65,6 +65,8 @@ def write_report(report: Mapping[str, Any], *, named: bool) -> list[str]:
     lines = [f"{report['replica']}:"] if named else []
     lines.append(report["line"])
     lines.append(f"build: {describe_build(report['build'])}")
+    if "memory" in report:  # servers before this version do not say it
+        lines.append(f"memory: at most {report['memory']}")
     if report["problem"]:
         lines.append(f"other replicas' numbers are missing or old: {report['problem']}")
     for policy in report["policies"]:

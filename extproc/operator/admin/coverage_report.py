@@ -17,6 +17,7 @@ from extproc.budgets.guard import BUDGET
 from extproc.build import BUILD
 from extproc.decision import MISSING
 from extproc.engine.ramp import tell_share
+from extproc.memory import read_memory
 from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNPAID, UNSTEERED
 from extproc.operator.admin.html import count, prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
@@ -151,6 +152,7 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
         **describe_view(view, now),
         **describe_coverage(document, state),
         "build": BUILD,
+        "memory": read_memory().describe(),
         "since": write_time(document.since),
         "store": state.store,
         "store_kept_since": write_time(state.kept_since) if state.kept_since else None,

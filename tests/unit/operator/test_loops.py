@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from select import select
@@ -138,6 +139,14 @@ def test_tables_are_packed_for_a_board_and_unpacked() -> None:
     assert found == {"b": shown, "c": hidden}
     assert "secret" not in str(hidden)
     assert "secret" in str(shown)
+
+
+def test_reports_that_do_not_fit_into_memory_are_left_out() -> None:
+    """Also one that is small until it is unpacked."""
+    packed = {"a": LoopDocument([make_row()], []).pack(), "b": zlib.compress(bytes(10**7), 9)}
+
+    assert list(unpack_all(packed, LoopDocument, 10_000)) == ["a"]
+    assert not unpack_all(packed, LoopDocument, 10)
 
 
 def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:

@@ -138,7 +138,7 @@ def test_a_caller_cannot_take_up_all() -> None:
 
 def test_all_callers_together_have_a_bound() -> None:
     metrics = Metrics()
-    store = MemoryStore(metrics, 10_000)
+    store = MemoryStore(metrics, 2_500)
     kept = [Sent("kept", tuple(f"a{turn}" for turn in range(length)), f"e{length}") for length in range(6)]
     for sent in kept:
         store.push([make_link(sent)], 0)
@@ -147,6 +147,6 @@ def test_all_callers_together_have_a_bound() -> None:
         store.push([make_link(Sent(f"task {number}", (), ""), tenant=f"{number:06x}")], 0)
 
     assert metrics.registry.get_sample_value("loopguard_store_evictions_total")
-    assert store.size <= 10_000 * 256 // 4
+    assert store.size <= 2_500 * 1_024 // 4
     [trail] = store.push([make_link(Sent("kept", (*kept[-1].shown, "a5"), "e6"))], 0)
     assert trail.entries == [f"e{turn}".encode() for turn in range(1, 7)]  # type: ignore[union-attr]  # of a link

@@ -177,7 +177,7 @@ def test_sessions_in_memory_are_bounded() -> None:
         assert len(store) >= min(number + 1, 200)
 
     assert len(store) <= 2_000
-    assert store.size <= 2_000 * 256
+    assert store.size <= 2_000 * 1_024
 
 
 def test_packed_sessions_are_kept_until_they_are_over_and_no_longer() -> None:
