@@ -80,6 +80,14 @@ _GROUP = "extproc"
 _NATIVE = "__native_"
 """What mypyc's files of C are called that hold the code of modules; the others only load them."""
 
+_UNITS = 24
+"""Files of C that are compiled at once, whatever the number of modules: all inline functions of Python and mypyc are compiled
+for each file anew. A fixed number, so that builds on different machines are equal."""
+
+_TOP_LEVEL = re.compile(r"\bCPyDef_\w+_____top_level__\b")
+"""The names of the functions that run when a module is imported: a quarter of all C. They run once,
+and are not optimized."""
+
 
 class BuildHook(BuildHookInterface[Any]):
     """What hatchling calls, for wheels and for editable installs alike."""
@@ -181,11 +189,27 @@ def compile_modules(folder: Path, modules: Sequence[str]) -> None:
     # so that the code does not depend on what else is installed.
     options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
     chosen, target = [*options, *modules], str(folder / "c")
-    # A file of C for each module takes half the time of one for all, and processors share them.
+    # Some files of C take half the time of one for all, and processors share them.
     extensions = mypycify(chosen, opt_level="1", debug_level="0", group_name=_GROUP, multi_file=True, target_dir=target)
     for extension in extensions:
         extension.extra_compile_args += flags
+        extension.sources = _join_sources(extension.sources, folder)
     _build(extensions, folder)
+
+
+def _join_sources(sources: Sequence[str], folder: Path) -> list[str]:
+    """Join files of C that hold modules into `_UNITS` files of about equal size, which include them."""
+    natives = [Path(source) for source in sources if Path(source).name.startswith(_NATIVE)]
+    units: list[list[Path]] = [[] for _ in range(min(_UNITS, len(natives)))]
+    sizes = [0] * len(units)
+    for native in sorted(natives, key=lambda path: (-path.stat().st_size, path.name)):
+        smallest = sizes.index(min(sizes))
+        units[smallest].append(native)
+        sizes[smallest] += native.stat().st_size
+    joined = [folder / "c" / f"{_NATIVE}unit_{number}.c" for number in range(len(units))]
+    for path, unit in zip(joined, units, strict=True):
+        path.write_text("".join(f'#include "{native.name}"\n' for native in unit))
+    return [*map(str, joined), *(source for source in sources if Path(source) not in natives)]
 
 
 def _tell(progress: str) -> None:
@@ -194,6 +218,13 @@ def _tell(progress: str) -> None:
     if not sys.stderr.isatty():
         with suppress(OSError), Path("/dev/tty").open("w") as terminal:
             print(f"\r{progress}", file=terminal)
+
+
+def _declare_top_levels(header: Path) -> str:
+    """Declare the functions that run at import as not to be optimized, for gcc."""
+    names = sorted(set(_TOP_LEVEL.findall(header.read_text(encoding="utf-8")))) if header.exists() else []
+    declared = "".join(f'__attribute__((cold, optimize("O0"))) char {name}(void);\n' for name in names)
+    return f"#if !defined(__clang__)\n{declared}#endif\n"
 
 
 def _build(extensions: list[Extension], folder: Path) -> None:
@@ -234,7 +265,7 @@ def _build(extensions: list[Extension], folder: Path) -> None:
             with lock:
                 if not header.exists():
                     header.parent.mkdir(parents=True, exist_ok=True)
-                    header.write_text(f'{_COLD}#include "{name}"\n')
+                    header.write_text(f'{_COLD}{_declare_top_levels(folder / "c" / name)}#include "{name}"\n')
                     places = [f"-I{place}" for place in (*self.compiler.include_dirs, *ext.include_dirs)]
                     command = [*self.compiler.compiler_so, *places, *ext.extra_compile_args, "-x", "c-header", str(header)]
                     with suppress(ExecError):  # then each file parses it for itself
@@ -244,6 +275,7 @@ def _build(extensions: list[Extension], folder: Path) -> None:
     command = Build(Distribution({"ext_modules": extensions}))
     command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "temp")
     command.ensure_finalized()
+    command.parallel = os.cpu_count()  # the many small files that load modules, beside the large ones
     command.run()
 
 

@@ -1,5 +1,7 @@
 """The commands with which an operator lets a caller go on whose budget is used up."""
 
+# interpreted: written where an operator has to act
+
 from __future__ import annotations
 
 import shlex

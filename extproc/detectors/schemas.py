@@ -5,6 +5,8 @@ are skipped; if they could allow more, or a schema contradicts itself, nothing i
 whatever it refers to, the number of steps is bounded.
 """
 
+# interpreted: looks for the cause that a note names
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -7,6 +7,8 @@ are recorded even if other values are plain. Only headers and claims that a poli
 one is recorded as None. Of the body, the record has the length and two checksums.
 """
 
+# interpreted: runs only with --record
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 A mark is noted only while an operator asks for its probe, and has no other effect, so clients gain nothing by sending one.
 """
 
+# interpreted: notes the requests of `check-envoy --probe`
+
 from __future__ import annotations
 
 from collections.abc import Sequence

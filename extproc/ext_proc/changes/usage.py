@@ -3,6 +3,8 @@
 The client gets one more event, with the usage. So this happens only if the policy says so.
 """
 
+# interpreted: one search in a body that is edited
+
 from __future__ import annotations
 
 from extproc.apis import read_path
