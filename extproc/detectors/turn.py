@@ -345,11 +345,7 @@ class Turn:
         if self._did is None:
             holder, ignored = self._holder, self._reading.ignored
             kept = holder.action if holder is not None else None
-            if (
-                isinstance(kept, ActionFacts)
-                and kept.ignored is ignored
-                and kept.messages == self._list_others(self._place + 1 if kept.names else self._end)
-            ):
+            if isinstance(kept, ActionFacts) and kept.ignored is ignored and self._are_others(kept.messages, kept.names):
                 INSPECTION.take(kept.units)
                 self._did = kept
                 return kept
