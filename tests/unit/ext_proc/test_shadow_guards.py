@@ -7,37 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
-from extproc.engine.guards import Kept
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
-from extproc.ext_proc.stream import Stream
-from extproc.store.pushes import AnyPush
-from extproc.store.rules.session import Question
 from tests.support.documents import bare_policy
 from tests.support.extent import deepen
 from tests.support.memory import forget
-from tests.support.messages import body, headers
 from tests.support.random_agents import Agent
-from tests.support.service import FailingStore, decoded, make_service, metadata_of, run
-from tests.support.turn_writers import PATHS
-
-_SECONDS = 5.0
-"""How long an answer is waited for."""
+from tests.support.service import make_service
+from tests.support.steady import SteadyStore, Told, ask, give_time
 
 _MIB = 2**20
-
-_OF_ANY = ("shadow_", "session")
-"""What metadata says of shadow policies, and of sessions, whose names are random and of policies of both kinds."""
-
-_NAME = re.compile(rb"--session [0-9a-f]{16}")
-"""Such a name in a message, which is always as long."""
 
 
 def _loop(similarity: str, threshold: int = 3, action: str = "reject", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a detector
@@ -79,27 +64,6 @@ _SPECS: list[dict[str, Any]] = [
 """What policies may say, of which each test draws some that enforce and some that watch."""
 
 
-class Ill(FailingStore):
-    """A store whose clock stands, and that does to questions of shadow policies what a test wants."""
-
-    def __init__(self, harm: Callable[[list[Any]], Any] | None = None, **more: Any) -> None:  # noqa: ANN401  # of FailingStore
-        super().__init__(**{"failing": "never", **more})
-        self._harm = harm
-
-    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:  # noqa: ARG002  # stands
-        """Count, and harm."""
-        answers: list[Any] | Awaitable[list[Any]] = self._treat([hit.key for hit in hits], super().hit(hits, 1_000_000))
-        return answers
-
-    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:  # noqa: ARG002  # stands
-        """Push, and harm."""
-        answers: list[Kept] = self._treat([pushed.key for pushed in pushes], super().push(pushes, 1_000_000))
-        return answers
-
-    def _treat(self, keys: Sequence[str], answers: Any) -> Any:  # noqa: ANN401  # whatever the harm makes of them
-        return answers if self._harm is None or not any("shadow:" in key for key in keys) else self._harm(answers)
-
-
 async def _never() -> list[Any]:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # none comes
 
@@ -139,7 +103,7 @@ def make(policies: Sequence[tuple[str, dict[str, Any]]], state: str) -> Service:
         bare_policy(f"{mode}-{_SPECS.index(spec)}", mode=mode, **{"limit_keys": ["header:x-user-id"], **spec})
         for mode, spec in policies
     ]
-    service = make_service(*made, store=Ill(HARMS.get(state)))
+    service = make_service(*made, store=SteadyStore(HARMS.get(state)))
     if state == "guards raise":
         for plan in service.engine.plans:
             if plan.shadow:
@@ -147,32 +111,13 @@ def make(policies: Sequence[tuple[str, dict[str, Any]]], state: str) -> Service:
     return service
 
 
-def send(service: Service, agent: Agent, data: bytes, state: str) -> list[tuple[bytes, int, bytes, dict[str, Any]]]:
-    """What Envoy is told about one request, and the verdict without what is said of shadow policies."""
-    for shadow in (False, True):  # the tests' own speed decides nothing
-        service.budget.spend("", -9.0, shadow=shadow)
+def send(service: Service, agent: Agent, data: bytes, state: str) -> list[Told]:
+    """What Envoy is told about one request, without what is said of shadow policies."""
+    give_time(service)
     if state == "no time left":
         service.budget.spend(f"x-user-id={agent.sent['x_user_id']}", 1_000.0, shadow=True)
-    stream, told = Stream(service), []
-    try:
-        for message in (headers(PATHS[agent.shape], **agent.sent), body(data)):  # type: ignore[arg-type]  # of **more
-            reply = run(_receive(stream, message.SerializeToString()))
-            answer = decoded(reply)
-            verdict = {key: value for key, value in metadata_of(answer).items() if not key.startswith(_OF_ANY)}
-            answer.ClearField("dynamic_metadata")
-            told.append((_NAME.sub(b"", answer.SerializeToString()), reply.hold_ms, reply.first, verdict))
-            if reply.done:
-                break
-    finally:
-        stream.close()
-    return told
-
-
-async def _receive(stream: Stream, data: bytes) -> Any:  # noqa: ANN401  # a Reply
-    reply = stream.receive(data)
-    if not isinstance(reply, Awaitable):
-        return reply
-    return await asyncio.wait_for(asyncio.ensure_future(reply), _SECONDS)
+    told = ask(service, agent, data)
+    return [(*said, {key: value for key, value in metadata.items() if "shadow_" not in key}) for *said, metadata in told]  # type: ignore[misc]
 
 
 def list_requests(random: Random, count: int) -> Iterator[tuple[Agent, bytes]]:
