@@ -11,6 +11,7 @@ an edit is either correct or not made. All levels of an edit share the units of 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -98,22 +99,19 @@ class Value:
         at: the offset in the part at which the member starts, with its key's quote; elsewhere the value's own.
         start: the offset at which the value starts.
         end: the offset behind it.
-        within: the object or list that contains it; None for the whole part.
         children: its members or elements, in order; None if they were not read.
         change: what becomes of it; None if it does not change itself.
-        touched: it changes, or something in it.
     """
 
-    def __init__(self, part: Part, key: str, at: int, start: int, end: int, within: Value | None) -> None:  # noqa: PLR0913  # a record
+    # Nothing refers back to what contains it: no garbage collection is needed to free a body.
+    def __init__(self, part: Part, key: str, at: int, start: int, end: int) -> None:
         self.part = part
         self.key = key
         self.at = at
         self.start = start
         self.end = end
-        self.within = within
         self.children: list[Value] | None = None
         self.change: _Change | None = None
-        self.touched = False
 
     def list_splices(self) -> list[_Splice]:
         """Its change, as replacements of bytes of the part."""
@@ -139,8 +137,6 @@ class Part:
 
     Attributes:
         text: its bytes, but for unpaired surrogates.
-        root: the whole value, without white space around it.
-        changed: the values that change.
     """
 
     def __init__(self, text: bytes, offset: int, gap: int = 0, left_out: int = 0) -> None:
@@ -156,9 +152,6 @@ class Part:
         self._offset = offset
         self._gap = gap
         self._left_out = left_out
-        start = len(text) - len(text.lstrip(_SPACE))
-        self.root = Value(self, "", start, start, max(start, len(text.rstrip(_SPACE))), None)
-        self.changed: list[Value] = []
 
     def find(self, offset: int) -> int:
         """The offset in the body for one in the part."""
@@ -213,11 +206,13 @@ class Patch:
         else:
             start, end = messages
             whole = Part(data[:start] + data[end:], 0, start, end - start)
-        self._parts = [whole]
-        self.root = whole.root
+        start = len(whole.text) - len(whole.text.lstrip(_SPACE))
+        self.root = Value(whole, "", start, start, max(start, len(whole.text.rstrip(_SPACE))))
+        self._roots = [self.root]
+        self._changed: list[Value] = []
         if around is not None and around.members and around.size == len(whole.text):
             self.take(_VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10))  # as if they were read
-            self.root.children = [Value(whole, *member, self.root) for member in around.members]
+            self.root.children = [Value(whole, *member) for member in around.members]
         elif self.is_object(self.root):
             self._open_object(self.root)  # whose keys need be UTF-8, as those of all objects that are opened
         else:
@@ -277,9 +272,9 @@ class Patch:
     def open_element(self, start: int, end: int) -> Value:
         """An element of a list, by its offsets in the body; a change in it is verified without the others."""
         self.take(_VALUE)
-        part = Part(self.data[start:end], start)
-        self._parts.append(part)
-        return part.root
+        root = Value(Part(self.data[start:end], start), "", 0, 0, end - start)
+        self._roots.append(root)
+        return root
 
     def open_fields(self, value: Value | None) -> Fields:
         """The members of an object by key, in order; empty for other values.
@@ -310,7 +305,7 @@ class Patch:
                 if part.text[start] <= _BLANK or part.text[start] == _COMMA:  # it is written in an unusual way
                     start = _NEXT.match(part.text, place).end()  # type: ignore[union-attr]  # matches everywhere
                 place = start + len(item)
-                value.children.append(Value(part, "", start, start, place, value))
+                value.children.append(Value(part, "", start, start, place))
         return value.children
 
     def _open_object(self, value: Value) -> list[Value]:
@@ -335,7 +330,7 @@ class Patch:
                     raise NotCounted(AMBIGUOUS)
                 at, start = match.start(1), match.end()
             place = start + len(item)
-            found.append(Value(part, name, at, start, place, value))
+            found.append(Value(part, name, at, start, place))
             quote = b', "' if colon is _COLON else b',"'
         if place + 1 != end and _END.match(text, place, end) is None:  # only a bracket is left, or also space
             raise NotCounted(AMBIGUOUS)
@@ -374,21 +369,21 @@ class Patch:
 
     def extend(self, text: Value, tail: bytes) -> None:
         """Append to a string; the tail is as in JSON."""
-        _mark(text).tail = tail
+        self._mark(text).tail = tail
 
     def append(self, value: Value, text: bytes, key: str = "") -> None:
         """Append an element to a list that was opened, or a member with that key to an object."""
-        _mark(value).added.append((key, text))
+        self._mark(value).added.append((key, text))
 
     def replace(self, value: Value, text: bytes) -> None:
         """Replace a value, unless it is the same."""
         if text != value.part.text[value.start : value.end]:
-            _mark(value).new = text
+            self._mark(value).new = text
 
     def remove(self, value: Value, gone: Collection[int]) -> None:
         """Remove members of an object, or elements of a list, by their indexes. Call this only once for each value."""
         if gone:
-            _mark(value).gone = gone
+            self._mark(value).gone = gone
 
     def change(self, value: Value, changes: Mapping[str, bytes | None]) -> None:
         """Set, add or (None) remove members of an object. Call this only once for each object."""
@@ -403,7 +398,14 @@ class Patch:
 
     def count_changes(self) -> int:
         """The number of values that change."""
-        return sum([len(part.changed) for part in self._parts])
+        return len(self._changed)
+
+    def _mark(self, value: Value) -> _Change:
+        """The change of a value, which is new if it had none."""
+        if value.change is None:
+            value.change = _Change()
+            self._changed.append(value)
+        return value.change
 
     def apply(self) -> Pieces:
         """Apply all changes, which must not overlap. Joined, the pieces are the new body; only one if nothing changes.
@@ -412,10 +414,11 @@ class Patch:
             NotCounted: they would change anything else, or this is too expensive to check.
         """
         splices: list[_Splice] = []
-        for part in self._parts:
-            if part.changed:
-                own = sorted([splice for value in part.changed for splice in value.list_splices()])
-                self._verify(part, b"".join(_splice(part.text, own)))
+        for root in self._roots:
+            part = root.part
+            if changed := [value for value in self._changed if value.part is part]:
+                own = sorted([splice for value in changed for splice in value.list_splices()])
+                self._verify(root, b"".join(_splice(part.text, own)), sorted([value.start for value in changed]))
                 splices += [(part.find(start), part.find(end), text) for start, end, text in own]
         splices.sort()
         done = 0
@@ -425,9 +428,9 @@ class Patch:
             done = splice[1]
         return _splice(self.data, splices) if splices else [self.data]
 
-    def _verify(self, part: Part, text: bytes) -> None:
-        """Check, by decoding its new text, that only the intended values of a part have changed."""
-        left: list[tuple[Value, bytes]] = [(part.root, text)]
+    def _verify(self, root: Value, text: bytes, starts: list[int]) -> None:
+        """Check, by decoding its new text, that only the intended values of a part have changed: those that start there."""
+        left: list[tuple[Value, bytes]] = [(root, text)]
         try:
             while left:
                 value, new = left.pop()
@@ -436,15 +439,15 @@ class Patch:
                     same = new == change.new
                 elif change is not None and change.tail:
                     self.decode(b'"%b"' % change.tail, _decode_text)
-                    same = new == b'%b%b"' % (part.text[value.start : value.end - 1], change.tail)
+                    same = new == b'%b%b"' % (root.part.text[value.start : value.end - 1], change.tail)
                 else:
-                    same = self._compare(value, new, left)
+                    same = self._compare(value, new, starts, left)
                 if not same:
                     raise NotCounted(UNVERIFIED)
         except (NotJson, ValidationError):
             raise NotCounted(UNVERIFIED) from None
 
-    def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
+    def _compare(self, value: Value, new: bytes, starts: list[int], left: list[tuple[Value, bytes]]) -> bool:
         """Whether an object or a list has the expected members; members with changes inside are added to `left`."""
         kept, added = value.children or [], list[tuple[str, bytes]]()
         if value.change is not None:
@@ -462,7 +465,7 @@ class Patch:
             return False
         text = value.part.text
         for child, item in zip(kept, items, strict=False):
-            if child.touched:
+            if bisect_left(starts, child.start) < bisect_left(starts, child.end):
                 left.append((child, bytes(item)))
             elif len(item) != child.end - child.start or not text.startswith(item, child.start):
                 return False
@@ -472,18 +475,6 @@ class Patch:
 def _begins(value: Value, byte: int) -> bool:
     text = value.part.text
     return value.start < len(text) and text[value.start] == byte  # the whole value may be empty
-
-
-def _mark(value: Value) -> _Change:
-    """The change of a value, which is new if it had none."""
-    if value.change is None:
-        value.change = _Change()
-        value.part.changed.append(value)
-        outer: Value | None = value
-        while outer is not None and not outer.touched:
-            outer.touched = True
-            outer = outer.within
-    return value.change
 
 
 def _is_dense(data: bytes) -> bool:

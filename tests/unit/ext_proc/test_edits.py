@@ -116,7 +116,7 @@ def find(patch: Patch, *path: str | int) -> Value:
 
 def move_end(value: Value, by: int) -> Value:
     """A value that ends elsewhere."""
-    return Value(value.part, value.key, value.at, value.start, value.end + by, value.within)
+    return Value(value.part, value.key, value.at, value.start, value.end + by)
 
 
 Step = Callable[[Patch], object]
