@@ -554,7 +554,7 @@ class Exchange(Reading):
             self._last = group.active[own] if len(group.active) > own else self._last
             self.counts_failed = self.counts_failed and plan.counts_failed
             self.leaves_out_notes = self.leaves_out_notes or plan.leaves_out_notes
-            if plan.inspects:
+            if plan.inspects or plan.steers:
                 self._look_at(plan)
                 self.reads_ends = self.reads_ends or plan.reads_ends
         if plan.budget is not None:
