@@ -114,7 +114,7 @@ class ChainPlace:
     def __init__(self, first_words: bytes, turns: Sequence[Spoken], known: ChainPlace | None = None) -> None:
         """Compute the place from the hash of the user's first message, and from the assistant's turns.
 
-        `known`: the place without the newest turn, if an earlier request stood there; None if unknown.
+        `known`: the place without the newest turn, if it has been computed; None if not.
         """
         self.depth = count = len(turns)
         if known is None:
@@ -129,9 +129,6 @@ class ChainPlace:
         self.node = self.links[-1]
         self.own = _link_last_two(turns, count)
         self.before = known.own if known is not None else _link_last_two(turns, count - 1)
-        if known is not None:
-            self.parents, self.near = [known.node], 1
-            return
         newest = len(turns[-1].hashes) if turns else 0
         self.parents = self.links[-2 : -2 - _MOST_PARENTS : -1]
         if newest > _MOST_PARENTS:
