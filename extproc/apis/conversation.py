@@ -283,42 +283,47 @@ class KnownBody:
     """The newest body of a conversation. The lists have an entry for each message, and are never changed.
 
     Attributes:
+        data: the body.
         head: everything before the assistant's first message.
         starts: offset of a message's first byte in the body.
         ends: offset of the byte behind it.
-        pieces: its bytes, and those between it and the message before; without those in the head.
         facts: its facts.
         said: the hash of the user's first words, if the head has them; empty if unknown.
         transcript: what `chain.py` reads in the first messages, or all; None if unknown.
         beside: what the body has beside them.
     """
 
-    def __init__(self, head: bytes, earlier: KnownBody | None, count: int) -> None:
+    def __init__(self, data: bytes, head: bytes, earlier: KnownBody | None, count: int) -> None:
         """Take this many messages of an earlier body with the same head."""
+        self.data = data
         self.head = head
         self.beside: Beside | None = None
         self.transcript: object = None
         self.said = b""
         self.starts: list[int] = []
         self.ends: list[int] = []
-        self.pieces: list[bytes] = []
         self.facts: list[MessageFacts] = []
         if earlier is not None:
             self.head = earlier.head
             self.said = earlier.said
             self.starts = earlier.starts[:count]
             self.ends = earlier.ends[:count]
-            self.pieces = earlier.pieces[:count]
             self.facts = earlier.facts[:count]
 
     def count_equal(self, data: bytes) -> int:
         """The number of messages with which another body with this head begins."""
-        first = len(self.head)
-        for place, end in enumerate(self.ends):
-            piece = self.pieces[place]
-            if end > first and not data.startswith(piece, end - len(piece)):
-                return place
-        return len(self.ends)
+        own, count = self.data, len(self.ends)
+        if data.startswith(own[: self.ends[-1]]):  # usually: the conversation has grown
+            return count
+        low, start = 0, len(self.head)
+        while low < count:  # the bytes up to `start` are equal, and so are the first `low` messages
+            middle = (low + count) // 2
+            end = self.ends[middle]
+            if end > start and data[start:end] != own[start:end]:
+                count = middle
+            else:
+                low, start = middle + 1, max(start, end)
+        return low
 
     def add(  # noqa: PLR0913  # what messages are, and where they may be known from
         self, data: bytes, at: int, raws: list[Raw], shape: Shape, earlier: KnownBody | None, *, is_new: bool
@@ -358,15 +363,16 @@ class KnownBody:
                 facts = shape.make_facts(value)
             self.starts.append(start)
             self.ends.append(end)
-            self.pieces.append(data[max(at, first) : end] if end > first else b"")
             self.facts.append(facts)
             values.append(value)
             at = end
         return values
 
     def has(self, place: int, raw: Raw) -> bool:
-        """Whether the message at a place has these bytes; a fast check, which may miss the assistant's first one."""
-        return place < len(self.ends) and self.ends[place] - self.starts[place] == len(raw) and self.pieces[place].endswith(raw)
+        """Whether the message at a place has these bytes."""
+        if place >= len(self.ends) or self.ends[place] - self.starts[place] != len(raw):
+            return False
+        return self.data.startswith(raw, self.starts[place])
 
     def keeps_spoken(self, earlier: KnownBody, count: int) -> bool:
         """Whether all messages of an earlier body are here, and at most results and later words of users have changed.
@@ -386,7 +392,7 @@ class KnownBody:
 
 def _measure(_: int, known: KnownBody) -> int:
     beside = known.beside.size if known.beside is not None else 0
-    return len(known.head) + known.ends[-1] + beside + _MESSAGE_BYTES * len(known.ends)
+    return len(known.head) + len(known.data) + beside + _MESSAGE_BYTES * len(known.ends)
 
 
 _BODIES: Final[Memo[int, KnownBody]] = Memo(_MOST_BYTES, _measure)
@@ -884,7 +890,7 @@ class _KnownShape:
             if known is not None and grows and same and not raws:
                 made, values = known, [None] * count
             else:
-                made = KnownBody(head, known, count)
+                made = KnownBody(data, head, known, count)
                 values = [None] * count + made.add(data, end, raws, shape, None if grows else known, is_new=known is None)
         except (NotCounted, ValueError, RecursionError):
             return None
