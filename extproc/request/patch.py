@@ -407,6 +407,20 @@ class Patch:
             self._changed.append(value)
         return value.change
 
+    def foresee(self, values: Sequence[Value]) -> None:
+        """Check that units are left to verify changes of these values, before more is spent on them; raises NotCounted."""
+        costs: dict[Part, int] = {}
+        for value in values:
+            at, size = [root for root in self._roots if root.part is value.part][0], 0  # noqa: RUF015  # compiled, it is a list anyway
+            while at is not value and at.children:
+                size += at.end - at.start
+                at = [child for child in at.children if child.start <= value.start < child.end][0]  # noqa: RUF015  # as above
+            if not self.is_text(value):
+                size += value.end - value.start
+            costs[value.part] = max(costs.get(value.part, 0), size)
+        if INSPECTION.left < sum(costs.values()) * _KIB >> 10:
+            raise NotCounted(_INSPECT_LIMIT)
+
     def apply(self) -> Pieces:
         """Apply all changes, which must not overlap. Joined, the pieces are the new body; only one if nothing changes.
 

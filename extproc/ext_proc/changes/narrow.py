@@ -218,7 +218,8 @@ class _Tools:
         if known is not None:
             patch.take(known.units)  # as if it were read
             self.found = [_Tool(names, group, place) for place, names in known.names.items()]
-            self.served, self.dialect = known.served, known.dialect
+            self.served = known.served
+            self.dialect = known.dialect
             return
         left = INSPECTION.left
         for place, entry in enumerate(group.members):

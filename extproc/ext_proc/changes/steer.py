@@ -59,6 +59,7 @@ def add_note(patch: Patch, write: Callable[[bytes], tuple[str, Marks]], document
     places = locate_results(patch, document)
     if not places:
         raise NotEdited("no_result")
+    patch.foresee([place.value for place in places])
     left = INSPECTION.left
     note, marks = write(patch.data)
     INSPECTION.left = left  # what reads the conversation for it has units of its own
