@@ -206,7 +206,6 @@ class Server:
         self._health.set(serving=True)
         freeze_objects()
         plans = self.service.engine.plans
-        _LOG.info("memory for what requests make it remember", extra=make_extra(memory=read_memory().describe()))
         _LOG.info(
             "serving",
             extra=make_extra(
@@ -217,6 +216,7 @@ class Server:
                 store=redact_url(self._settings.store),
                 hash_key=self._name_key(),
                 build=describe_build(),
+                memory=read_memory().describe(),
             ),
         )
         if self._settings.watches:
