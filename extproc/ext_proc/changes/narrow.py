@@ -225,8 +225,11 @@ class _Tools:
         for place, entry in enumerate(group.members):
             self._read(entry, group, place)
         if len(self._groups) == 1:
-            names = {tool.place: tool.names for tool in self.found}
-            _KNOWN.put(key, _KnownTools(names, self.served, self.dialect, left - INSPECTION.left))
+            _KNOWN.put(key, self._describe(left - INSPECTION.left))
+
+    def _describe(self, units: int) -> _KnownTools:
+        """What was read in a list without groups, which took this many units."""
+        return _KnownTools({tool.place: tool.names for tool in self.found}, self.served, self.dialect, units)
 
     def remove(self, tools: Sequence[_Tool]) -> None:
         """Remove these tools. Call this only once."""
