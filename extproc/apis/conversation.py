@@ -90,7 +90,7 @@ _MESSAGE_BYTES: Final = 1_200
 """Average memory of a message's facts. The assistant's take nearly all of it, for two calls and what came back."""
 
 _LONGEST_KEY: Final = 512
-"""Longer messages, in bytes, are looked up by a hash with a key, so that nobody can make two with the same."""
+"""Longer messages, in bytes, are looked up by a keyed hash, so that clients cannot make two messages with the same one."""
 
 _OPENS: Final = b"{"
 _decode_raws: Final = json.Decoder(list[Raw]).decode
@@ -202,7 +202,7 @@ class Shape:
         self._start = sha256(_KEY + self._name).copy  # takes half the time of BLAKE2
 
     def make_facts(self, value: Any) -> MessageFacts:  # noqa: ANN401  # a struct of this shape
-        """The facts of a message, of which only those are known that tell turns apart."""
+        """The facts of a message. At first, only those that divide a conversation into turns are known."""
         speaker = self.name_speaker(value)
         if speaker != ASSISTANT:
             return MessageFacts(speaker)

@@ -21,8 +21,8 @@ not found, if the actions differ. All other loops are weak.
 The request shows enough; nothing is counted. If its history was condensed or is kept by the server, a ring with the newest turn
 of each earlier request supplies the rest. A turn whose action is unknown always counts as new, and is not part of a cycle.
 
-The last 32 turns are looked at. If a threshold of the newest turn's tools needs more, so many are, up to 64, as far as the
-request itself shows them. Turns are read from the newest to older ones, only as far as a loop could still be found.
+The last 32 turns are looked at. If a threshold of the newest turn's tools needs more, up to 64 are, where the request itself
+shows them. Turns are read from the newest to older ones, only as far as a loop could still be found.
 """
 
 from __future__ import annotations

@@ -250,8 +250,8 @@ class ResultFacts:
 class Turn:
     """One turn of a request, which is read on demand.
 
-    Whoever asks for the action takes the units for it, and whoever asks for the result takes the units for both, once per
-    turn and whether they were kept or have to be read.
+    Asking for the action takes its units, and asking for the result takes the units of both. Each is charged once per turn,
+    whether it is cached or has to be read.
 
     Attributes:
         known: the request shows what the assistant did.

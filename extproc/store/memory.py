@@ -52,7 +52,7 @@ _OVERHEAD: Final = 176
 """Bytes of an entry beside those of its key and of its state: two objects, and a place in a dict."""
 
 _PARTS: Final = 4
-"""What is kept unpacked may use one of these parts of the memory, chains one, and entries all that these leave."""
+"""Unpacked ledgers and budgets may use one of these parts of the memory, and chains one. Entries use the rest."""
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
