@@ -85,7 +85,7 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
     lines = [f"{told}, {count(total['open_breakers'], 'open breaker')}" if total["open_breakers"] else told]
     tight = [row for row in report["budgets"] if not is_healthy(row)]
     for row in sorted(tight, key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
-        used = "open" if row["open"] else f"{row['used_percent']:.0f} %"
+        used = "open" if row["open"] else f"{'~' if row.get('estimated') else ''}{row['used_percent']:.0f} %"
         again = "" if row["reset_seconds"] is None else f", whole in {write_age(row['reset_seconds'])}"
         shadow = " (shadow)" if row["mode"] == "shadow" else ""
         unit = f" {row['unit']}" if row["unit"] else ""
@@ -139,6 +139,12 @@ def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
     return "<$0.01" if dollars < 0.01 else f"${dollars:.2f}" if dollars < 999.5 else f"${write_number(dollars)}"  # noqa: PLR2004  # as above
 
 
+def write_spent(row: Mapping[str, Any]) -> str:
+    """What reached the model; `~` marks an estimate."""
+    spent = write_cost(row, "cost_sent_on_usd", "input_tokens_sent_on")
+    return f"~{spent}" if row.get("estimated_cost_usd") and spent.startswith("$") else spent
+
+
 def _sum_up(report: Mapping[str, Any]) -> list[str]:
     total, known, replicas = report["total"], report["known"], count(len(report["replicas"]), "replica")
     budgets = report.get("budgets") or {"budgets": []}
@@ -151,7 +157,7 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
         return [none if known and not also else f"{none}{also}; {replicas}"]
     loops, callers = count(total["conversations"], "loop"), count(total["callers"], "caller")
     now = write_cost(total, "cost_per_minute_usd", "input_tokens_per_minute") or "nothing"
-    spent = write_cost(total, "cost_sent_on_usd", "input_tokens_sent_on") or "nothing"
+    spent = write_spent(total) or "nothing"
     spared = write_cost(total, "cost_not_sent_on_usd", "input_tokens_not_sent_on") or "nothing"
     forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
     return [
@@ -190,7 +196,7 @@ COLUMNS = (
     Column("since", lambda row, now: write_age(now - read_time(row["first_seen"])), 6, right=True),
     Column("now", write_now, 16),
     Column("caller", _write_whom, 19, grows=True),
-    Column("spent", lambda row, _: write_cost(row, "cost_sent_on_usd", "input_tokens_sent_on"), 10, 100, right=True),
+    Column("spent", lambda row, _: write_spent(row), 10, 100, right=True),
     Column("spared", lambda row, _: write_cost(row, "cost_not_sent_on_usd", "input_tokens_not_sent_on"), 10, 110, right=True),
     Column("last", lambda row, now: write_age(now - read_time(row["last_seen"])), 6, 120, right=True),
     Column("session", lambda row, _: row.get("session") or "", 16, 140),

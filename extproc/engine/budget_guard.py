@@ -9,7 +9,7 @@ from typing import Final
 from extproc.apis import read_options, read_path
 from extproc.apis.conversation import Options
 from extproc.apis.usage import LONGEST_MODEL, find_model
-from extproc.budgets.costs import Estimate, estimate_prompt
+from extproc.budgets.costs import Estimate
 from extproc.budgets.guard import (
     NOTHING,
     BudgetLimit,
@@ -190,7 +190,7 @@ class BudgetGuard(Guard):
                 options = read_options(document, read_path(self.request.path).longest_answers)
             except NotCounted:
                 document = None
-        prompt = estimate_prompt(document, size)
+        prompt = exchange.estimate_prompt(document, size)
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self.request))
         model = cut_text(find_model(self.request.path, options.model), LONGEST_MODEL)

@@ -444,6 +444,7 @@ class Exchange(Reading):
         failure: how its conversation's tool fails, once that has been looked for; None if it does not.
         fails_for_many: that tool fails in this way for many sessions.
         conversation_key: where it has been reported as part of a looping conversation; empty if it has not.
+        is_priced: it has been reported there with the cost that its sessions or budgets have estimated.
     """
 
     def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
@@ -473,6 +474,7 @@ class Exchange(Reading):
         self.failure: ToolFailure | None = None
         self.fails_for_many = False
         self.conversation_key: tuple[str, ...] = ()
+        self.is_priced = False
         self.plans: Sequence[Plan] = ()
         self._key = key
         self._earlier: Exchange | None = None  # the part that was decided without the body

@@ -563,7 +563,10 @@ class SessionGuard(Guard):
             self._read_calls(document)
         self.call = CALLS.name()
         self.model = cut_text(find_model(exchange.request.path, self.calls.model), LONGEST_MODEL)
-        tokens, answer = estimate_tokens(exchange.sums.length), self.calls.answer or DEFAULT_ANSWER
+        size, budget, answer = exchange.sums.length, self.plan.budget, self.calls.answer or DEFAULT_ANSWER
+        # The policy's budgets count what a model reads, which takes longer; then sessions have the same estimate.
+        shared = budget is not None and budget.guard.needs_body
+        tokens = exchange.estimate_prompt(document, size) if shared else estimate_tokens(size)
         self.reserve = self.limiter.rates.weigh(self.model, tokens, answer)
         if place is not None:
             fresh = self.call[:CONVERSATION]

@@ -7,6 +7,7 @@ from typing import Final
 
 from extproc.apis import LIST_PATHS
 from extproc.apis.excerpt import Excerpt
+from extproc.budgets.costs import estimate_prompt
 from extproc.detectors.chain import ChainPlace, read_place
 from extproc.engine.plan import Plan
 from extproc.request.document import Document, NotCounted
@@ -53,6 +54,7 @@ class Reading:
         self._place: ChainPlace | None = None
         self._excerpt: Document | None = None
         self._most = 0  # bytes of that excerpt
+        self._estimated: tuple[Document | None, int] | None = None
 
     @property
     def head(self) -> str:
@@ -93,6 +95,13 @@ class Reading:
         """The whole body for a guard of any or of a shadow policy; None if it cannot be inspected."""
         plain = self.plain
         return None if plain is None or plain.shortened or (shadow and self.withheld) else plain
+
+    def estimate_prompt(self, document: Document | None, size: int) -> int:
+        """See `estimate_prompt`; each document is estimated once."""
+        known = self._estimated
+        if known is None or known[0] is not document:
+            known = self._estimated = document, estimate_prompt(document, size)
+        return known[1]
 
     def open(self, most: int, *, ends: bool = False, shadow: bool = False) -> Document:
         """The document, for a guard that inspects bodies of up to `most` bytes.

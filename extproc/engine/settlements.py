@@ -14,24 +14,30 @@ from typing import Any, Final, NamedTuple
 from msgspec import MsgspecError, json
 
 from extproc.apis import read_path
-from extproc.budgets.guard import BudgetRules
+from extproc.budgets.guard import BudgetLimit, BudgetRules
+from extproc.budgets.subject import DOLLAR_UNIT
 from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import CALLS, SessionGuard
 from extproc.engine.plan import Plan
-from extproc.sessions.rates import Usage
+from extproc.sessions.rates import Usage, estimate_tokens
 from extproc.store.rules.budget import HIGHEST, Take
-from extproc.store.rules.session import FAILED, MAX_RESERVE, SUCCEEDED, WITHDRAWN, Settlement
+from extproc.store.rules.session import FAILED, MAX_RESERVE, NANO_DOLLARS, SUCCEEDED, WITHDRAWN, Settlement
 from extproc.store.rules.take_back import COUNTED, TakeBack
 
 BUDGETS: Final = "budgets"
 """Key in metadata: what a request has reserved of the budgets of a policy."""
 
+_LOOP: Final = "loop"
+"""Key in metadata: the request's row of loops (caller and conversation), and the tokens of its prompt, estimated."""
+
 _SHADOW: Final = "shadow"
 _CALL: Final = 16
 _RESERVED: Final = 5
 _PAIR: Final = 2
+_LOOPING: Final = 3
+_LONGEST_NAME: Final = 256
 _MOST_POLICIES: Final = 16
 _MOST_RESERVED: Final = 64
 """Reservations read per policy."""
@@ -81,6 +87,20 @@ class Entry(NamedTuple):
     absurd: bool = False
 
 
+class LoopCost(NamedTuple):
+    """What a request of a loop has cost, in nano-dollars, and the tokens of its prompt, each beside its estimate.
+
+    Attributes:
+        key: see `Exchange.conversation_key`.
+    """
+
+    key: tuple[str, str]
+    cost: int
+    reserved: int
+    prompt: int
+    estimated_prompt: int
+
+
 class Settled(NamedTuple):
     """What the store is told about one reservation, and what is reported when it has answered.
 
@@ -89,12 +109,14 @@ class Settled(NamedTuple):
         policy: the policy's id.
         mode: `enforce` or `shadow`.
         stands: there is nothing to tell the store, or nothing is known of the usage: what was reserved stands.
-        tenant: of a session's call: hash of the caller.
+        tenant: hash of the caller.
         session: hash of the session's name.
         model: the model in the response, or else in the request.
         rule: of a budget's settlement: the rule's name.
         used: what was used, in the rule's unit; 0 if the cost was known before the response.
         estimated: what had been estimated, likewise.
+        limit: of a budget's settlement: the limit.
+        loop: the request's cost, if it is part of a loop, and this is the reservation that prices it.
     """
 
     asked: Settlement | TakeBack | Take
@@ -107,6 +129,8 @@ class Settled(NamedTuple):
     rule: str = ""
     used: float = 0
     estimated: float = 0
+    limit: BudgetLimit | None = None
+    loop: LoopCost | None = None
 
 
 def list_give_backs(
@@ -153,12 +177,35 @@ def describe_calls(exchange: Exchange) -> str:
         for each in exchange.sessions
         if each.is_let_through
     ]
+    looping = [*exchange.conversation_key, estimate_tokens(exchange.size)] if exchange.is_priced else None
+    if looping is not None and described:
+        described[0][_LOOP], looping = looping, None
     if not exchange.counts_failed:
         every = [guard for group in exchange.groups for guard in group.active]
         if counted := [pair for guard in every for pair in guard.list_counted()]:
             described.append({COUNTED: counted})
-    described += [found for each in exchange.budgets if (found := _describe_budget(each)) is not None]
+    for each in exchange.budgets:
+        if (found := _describe_budget(each)) is not None:
+            if looping is not None and find_dollars(each) >= 0:
+                found[_LOOP], looping = looping, None
+            described.append(found)
     return _encode(described).decode() if described else ""
+
+
+def find_reserved(exchange: Exchange) -> int:
+    """What a request is estimated to cost, in nano-dollars, as its sessions or else its budgets have it; -1 if none has."""
+    for session in exchange.sessions:
+        if session.is_let_through:
+            return session.reserve
+    return max([find_dollars(budget) for budget in exchange.budgets], default=-1)
+
+
+def find_dollars(budget: BudgetGuard) -> int:
+    """What a request has reserved of a budget in dollars, in nano-dollars; -1 if that is none of its budgets."""
+    for each in budget.reserved:
+        if each.limit.unit == DOLLAR_UNIT and each.taken is not None and each.taken.granted:
+            return each.take.amount * NANO_DOLLARS // each.limit.units
+    return -1
 
 
 def _describe_budget(budget: BudgetGuard) -> dict[str, object] | None:
@@ -233,7 +280,9 @@ def _settle_call(plan: Plan, named: dict[str, Any], entry: Entry) -> list[Settle
     limits = guard.find_limits(session)
     asked = Settlement(key, limits, call, max(cost, reserved), entry.estimated, outcome, entry.usage, entry.model_ms)
     stands = outcome == SUCCEEDED and cost < reserved
-    return [Settled(asked, guard.policy, guard.mode, stands, tenant, session, model)]
+    spent = 0 if entry.unsent else max(cost, reserved)
+    loop = _read_loop(named, spent, _read_reserved(named), entry)
+    return [Settled(asked, guard.policy, guard.mode, stands, tenant, session, model, loop=loop)]
 
 
 def _settle_budgets(guard: BudgetRules, named: dict[str, Any], entry: Entry) -> list[Settled]:
@@ -243,7 +292,7 @@ def _settle_budgets(guard: BudgetRules, named: dict[str, Any], entry: Entry) -> 
     counted = not (entry.refused or entry.unsent or entry.estimated) and entry.usage.prompt > 0
     settled: list[Settled] = []
     for place, each in enumerate(reserved[:_MOST_RESERVED] if isinstance(reserved, list) else ()):
-        found = _settle_budget(guard, each, entry, model, most, f"{call}.{place}" if call else "")
+        found = _settle_budget(guard, each, entry, model, most, f"{call}.{place}" if call else "", named)
         if found is not None:
             settled.append(found)
             if prompt and counted:
@@ -252,7 +301,7 @@ def _settle_budgets(guard: BudgetRules, named: dict[str, Any], entry: Entry) -> 
 
 
 def _settle_budget(  # noqa: PLR0913  # everything that decides
-    guard: BudgetRules, reserved: object, entry: Entry, model: str, most: int, call: str
+    guard: BudgetRules, reserved: object, entry: Entry, model: str, most: int, call: str, named: dict[str, Any]
 ) -> Settled | None:
     """One settlement; None if another program wrote the metadata, or the rule does not exist any more.
 
@@ -268,10 +317,11 @@ def _settle_budget(  # noqa: PLR0913  # everything that decides
     if known is None or not (_is_whole(amount) and _is_whole(start)) or len(key) > _LONGEST_KEY:
         return None
     owner, limit = known
+    tenant = key.rpartition(":")[2].rpartition(".")[2]
     free = entry.refused or entry.unsent
     if not owner.cost.measured:
         take = limit.make_take(key, amount).settle(amount if free else 0, start, call)
-        return Settled(take, guard.policy, guard.mode, take.amount == 0, rule=owner.name)
+        return Settled(take, guard.policy, guard.mode, take.amount == 0, tenant, rule=owner.name, limit=limit)
     usage = entry.usage
     if entry.most_output > usage.output:
         usage = usage._replace(output=min(entry.most_output, max(most, usage.output)) if most else entry.most_output)
@@ -280,7 +330,21 @@ def _settle_budget(  # noqa: PLR0913  # everything that decides
         used = max(used, amount)
     take = limit.make_take(key, amount).settle(amount - used, start, call)
     told = used / limit.units, amount / limit.units
-    return Settled(take, guard.policy, guard.mode, used == amount == 0, "", "", "", owner.name, *told)
+    loop = None
+    if limit.unit == DOLLAR_UNIT:
+        loop = _read_loop(named, used * NANO_DOLLARS // limit.units, amount * NANO_DOLLARS // limit.units, entry)
+    return Settled(take, guard.policy, guard.mode, used == amount == 0, tenant, "", "", owner.name, *told, limit, loop)
+
+
+def _read_loop(named: dict[str, Any], cost: int, reserved: int, entry: Entry) -> LoopCost | None:
+    """What a request of a loop has cost; None if it is part of none, or another program wrote the metadata."""
+    row = named.get(_LOOP)
+    if not isinstance(row, list) or len(row) != _LOOPING or not _is_whole(row[2]):
+        return None
+    tenant, conversation, prompt = row
+    if not (isinstance(tenant, str) and isinstance(conversation, str)) or len(tenant) + len(conversation) > _LONGEST_NAME:
+        return None
+    return LoopCost((tenant, conversation), cost, reserved, 0 if entry.unsent else entry.usage.prompt, prompt)
 
 
 def _read_model(named: dict[str, Any]) -> str:

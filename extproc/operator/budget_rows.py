@@ -30,6 +30,8 @@ class BudgetRow(msgspec.Struct, array_like=True):
         words: the time that the budget is for.
         key, kind, limit, rate, span, offset, start: as in `Take`.
         left: what was left at `told`.
+        returned: times and amounts of settlements, as replicas know them; those before `told` are in `left`.
+        estimated: the part of what was taken since `start` that is an estimate, as replicas know it.
         wait_ms: of a circuit breaker that is open, until when, seen from `told`; 0 if it is closed.
         told: when the store said so, in seconds since 1970.
         refused: number of requests that it has refused, or would have refused.
@@ -71,6 +73,8 @@ class BudgetRow(msgspec.Struct, array_like=True):
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
     parts: list[str] = []
+    estimated: int = 0
+    returned: list[tuple[float, int]] = []
 
     @property
     def name(self) -> tuple[str, str, str, str, str]:
@@ -80,11 +84,12 @@ class BudgetRow(msgspec.Struct, array_like=True):
     def find_left(self, now: float) -> int:
         """What is left at a later time, in seconds since 1970, if nothing was used since."""
         passed = max(0, round((now - self.told) * _MS))
+        left = self.left + sum([amount for at, amount in self.returned if at > self.told])
         if self.kind == BUCKET:
-            return min(self.limit, self.left + passed * self.rate)
+            return min(self.limit, left + passed * self.rate)
         if self.kind == PERIOD:
-            return self.limit if self.is_over(now) else self.left
-        return self.left if passed < (self.find_open_ms(now) or 60 * _MS) else self.limit
+            return self.limit if self.is_over(now) else left
+        return left if passed < (self.find_open_ms(now) or 60 * _MS) else self.limit
 
     def is_over(self, now: float) -> bool:
         """Whether its period has ended."""
@@ -111,6 +116,12 @@ class BudgetRow(msgspec.Struct, array_like=True):
 
     def absorb(self, other: BudgetRow) -> None:
         """Add what another replica knows of the same budget."""
+        if other.start == self.start or self.kind == BUCKET:
+            self.estimated += other.estimated
+            self.returned = [*self.returned, *other.returned]
+        elif other.start > self.start:
+            self.estimated, self.returned = other.estimated, other.returned
+        self.orderable = self.orderable or other.orderable
         if other.told > self.told:
             for field in _STATE:
                 setattr(self, field, getattr(other, field))

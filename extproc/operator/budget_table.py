@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Final
 
 from extproc.bounded import Memo
-from extproc.budgets.guard import CIRCUIT_BREAKER, Reservation
+from extproc.budgets.guard import CIRCUIT_BREAKER, BudgetLimit, Reservation
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Action, Outcome
 from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.orders import hash_descriptor
+from extproc.engine.settlements import Settled
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.table import MAX_ROWS, UNKNOWN, KnownAs, Table, cut_caller, find_known
 from extproc.store.rules.budget import BREAKER, BUCKET, Take
@@ -27,34 +28,33 @@ class CallerBudget:
         take: the question of a request, with the newest limit, but not always the newest one, as in `KeptBudget`.
         start: as in the newest `Taken`; so are `wait_ms`, `reset_ms` and `fits`.
         left: what is left, with settlements since.
+        returned: times and amounts of the newest settlements since, which are in `left`.
+        estimated: the part of what this process has taken that the access log has not corrected.
         caller: names and values of the caller's descriptors.
         orderable: see `BudgetRow`.
         reason: why it refuses.
     """
 
-    __slots__ = (
-        "asked", "caller", "first", "fits", "known", "last", "left", "limit", "name", "orderable", "reason", "refused",
-        "refused_at", "requests", "reset_ms", "stage", "staged_at", "start", "take", "told", "wait_ms",
-    )  # fmt: skip
-
-    def __init__(self, name: tuple[str, str, str, str, str], reserved: Reservation, now: float) -> None:
+    def __init__(self, name: tuple[str, str, str, str, str], limit: BudgetLimit, take: Take, now: float) -> None:
         self.name = name
-        self.limit = reserved.limit
-        self.take = reserved.take
+        self.limit = limit
+        self.take = take
         self.start = self.wait_ms = self.reset_ms = 0
         self.fits = True
         self.caller: list[tuple[str, str]] = []
         self.known: KnownAs = UNKNOWN
         self.orderable = False
-        self.left = 0
-        self.first = self.last = self.told = now
+        self.left = self.estimated = 0
+        self.returned: list[tuple[float, int]] = []
+        self.first = self.last = now
+        self.told = 0.0
         self.requests = 0
         self.refused = 0
         self.asked = 0
         self.refused_at = 0.0
         self.staged_at = 0.0
         self.stage = ""
-        self.reason = reserved.limit.reason
+        self.reason = limit.reason
 
     @property
     def is_open(self) -> bool:
@@ -84,7 +84,9 @@ class CallerBudget:
             span=take.span,
             offset=take.offset,
             start=self.start,
-            left=self.left,
+            left=self.left - sum([amount for _, amount in self.returned]),
+            returned=self.returned.copy(),
+            estimated=self.estimated,
             wait_ms=self.wait_ms if limit.kind == BREAKER else 0,
             told=self.told,
             first=self.first,
@@ -102,6 +104,7 @@ class CallerBudget:
 
 
 _MOST_SEEN: Final = MAX_ROWS
+_MOST_RETURNED: Final = 16
 
 
 class BudgetTable(Table[CallerBudget, BudgetDocument]):
@@ -119,7 +122,7 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
                 if taken is None:
                     continue
                 row = self._by_key.get(take.key)
-                if row is None or self.use(row.name) is not row:
+                if row is None or not row.requests or self.use(row.name) is not row:
                     row = self._find_row(candidate, each, now)
                 known = row.take
                 if (
@@ -130,7 +133,14 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
                 ):
                     row.take = take
                 row.limit = each.limit
+                if each.rule.cost.measured:
+                    if row.start != taken.start:
+                        row.estimated = 0
+                    if taken.granted and not refused:
+                        row.estimated += take.amount
                 row.start, row.wait_ms, row.reset_ms, row.fits = taken.start, taken.wait_ms, taken.reset_ms, taken.fits
+                if row.returned:
+                    row.returned = []
                 row.left = taken.left + take.amount if refused and taken.granted else taken.left
                 row.last = row.told = now
                 row.requests += 1
@@ -138,11 +148,9 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
     def _find_row(self, candidate: BudgetGuard, reserved: Reservation, now: float) -> CallerBudget:
         """The row of a budget whose key is not known, perhaps a new one."""
         name = _name_row(reserved, candidate.plan.id, candidate.compiled.mode)
-        row = self.use(name)
-        if row is None:
-            row = _begin_row(candidate, name, reserved, now)
-            self.put(name, row)
-        self._by_key.put(reserved.take.key, row)
+        row = self._open_row(name, reserved.limit, reserved.take, now)
+        if not row.requests:
+            _describe_row(row, candidate, reserved)
         return row
 
     def act(self, candidate: BudgetGuard, outcome: Outcome, subject: BudgetSubject, now: float) -> CallerBudget | None:
@@ -164,11 +172,31 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
             return row
         return None
 
-    def settle(self, take: Take) -> None:
-        """Note a settlement, if the budget is known here."""
-        row = self._by_key.get(take.key)
-        if row is not None and (take.kind == BUCKET or row.start == take.start):
-            row.left += take.amount
+    def settle(self, settled: Settled, take: Take, now: float, *, estimated: bool) -> None:
+        """Note a settlement of what this replica or another one has taken; `estimated`: it is an estimate, too."""
+        limit, row = settled.limit, self._by_key.get(take.key)
+        if limit is None:
+            return
+        if row is None or self.peek(row.name) is not row:
+            row = self._open_row((settled.tenant, settled.policy, settled.mode, settled.rule, limit.suffix), limit, take, now)
+        if take.kind != BUCKET and row.start != take.start:
+            if row.requests:  # of a period that has ended
+                return
+            row.start, row.left, row.estimated, row.returned = take.start, 0, 0, []
+        if not row.requests:
+            row.last = now
+        row.left += take.amount
+        row.returned = [*row.returned[1 - _MOST_RETURNED :], (now, take.amount)]
+        row.estimated += round(((settled.used if estimated else 0) - settled.estimated) * limit.units)
+
+    def _open_row(self, name: tuple[str, str, str, str, str], limit: BudgetLimit, take: Take, now: float) -> CallerBudget:
+        """The row of a budget whose key is not known, perhaps a new one."""
+        row = self.use(name)
+        if row is None:
+            row = CallerBudget(name, limit, take, now)
+            self.put(name, row)
+        self._by_key.put(take.key, row)
+        return row
 
     def make_document(self, *, shows_callers: bool) -> BudgetDocument:
         """The table as it is now, the newest first; without callers' values unless they may be shown."""
@@ -184,9 +212,8 @@ def _name_row(reserved: Reservation, policy: str, mode: str) -> tuple[str, str, 
     return reserved.tenant, policy, mode, _name_rule(reserved), reserved.limit.suffix
 
 
-def _begin_row(candidate: BudgetGuard, name: tuple[str, str, str, str, str], reserved: Reservation, now: float) -> CallerBudget:
-    """A row without any request."""
-    row = CallerBudget(name, reserved, now)
+def _describe_row(row: CallerBudget, candidate: BudgetGuard, reserved: Reservation) -> None:
+    """Note whose budget it is."""
     row.caller = candidate.find_values(reserved.tenant)
     own = reserved.tenant == candidate.tenant
     row.orderable = own or reserved.tenant in candidate.list_other_names()
@@ -195,4 +222,3 @@ def _begin_row(candidate: BudgetGuard, name: tuple[str, str, str, str, str], res
     else:
         alias, parts = candidate.plan.aliases.get(reserved.tenant, ""), candidate.find_parts(reserved.tenant)
         row.known = KnownAs(alias, [], [], parts)
-    return row

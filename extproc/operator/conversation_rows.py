@@ -36,6 +36,10 @@ class ConversationRow(msgspec.Struct, array_like=True):
         first, last: times of its requests, in seconds since 1970.
         requests: that were acted on, or would have been.
         size: bytes of the bodies of those that were forwarded.
+        cost: of those that sessions or budgets price, in nano-dollars: as the access log has it, else estimated.
+        estimated: the part of it that is estimated.
+        priced: bytes of their bodies.
+        prompt: tokens of their prompts, likewise.
         refused: those that were not.
         refused_size: bytes of their bodies.
         pace: bytes forwarded in about the last minute, as of `paced`; see PACE_SECONDS.
@@ -47,15 +51,15 @@ class ConversationRow(msgspec.Struct, array_like=True):
 
     tenant: str
     conversation: str
-    session: str
-    agent: str
-    path: str
-    model: str
-    tools: list[str]
-    descriptors: list[tuple[str, str]]
-    loops: list[LoopName]
-    first: float
-    last: float
+    session: str = ""
+    agent: str = ""
+    path: str = ""
+    model: str = ""
+    tools: list[str] = []  # msgspec copies a default for each object
+    descriptors: list[tuple[str, str]] = []
+    loops: list[LoopName] = []
+    first: float = 0.0
+    last: float = 0.0
     requests: int = 0
     size: int = 0
     refused: int = 0
@@ -67,6 +71,10 @@ class ConversationRow(msgspec.Struct, array_like=True):
     tool: str = ""
     failure: str = ""
     failing: float = 0.0
+    cost: int = 0
+    estimated: int = 0
+    priced: int = 0
+    prompt: int = 0
 
     @property
     def name(self) -> tuple[str, str]:
@@ -88,7 +96,7 @@ class ConversationRow(msgspec.Struct, array_like=True):
         self.pace, self.paced = self.find_pace(paced) + other.find_pace(paced), paced
         loops = [*self.loops, *other.loops] if other.last > self.last else [*other.loops, *self.loops]
         self.loops = list(dict.fromkeys(reversed(loops)))[MAX_LOOPS - 1 :: -1]
-        if other.last > self.last:
+        if (other.requests > 0, other.last) > (self.requests > 0, self.last):  # without requests: it has only seen them end
             self.last, self.action, self.shadow = other.last, other.action, other.shadow
             self.tool, self.failure = other.tool, other.failure
             self.tools, self.path, self.model = other.tools, other.path, other.model
@@ -99,6 +107,10 @@ class ConversationRow(msgspec.Struct, array_like=True):
         self.size += other.size
         self.refused += other.refused
         self.refused_size += other.refused_size
+        self.cost += other.cost
+        self.estimated += other.estimated
+        self.priced += other.priced
+        self.prompt += other.prompt
 
 
 class ConversationDocument(msgspec.Struct, array_like=True):

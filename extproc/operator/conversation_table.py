@@ -17,6 +17,7 @@ from extproc.detectors.turn import digest
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import Guard, SessionGuard
 from extproc.engine.orders import hash_descriptor
+from extproc.engine.settlements import LoopCost, find_reserved
 from extproc.operator.conversation_rows import MAX_LOOPS, PACE_SECONDS, ConversationDocument, ConversationRow
 from extproc.operator.loop_table import PATH_SHOWN, find_agent, find_guard, name_repeated
 from extproc.operator.openings import read_opening
@@ -24,7 +25,7 @@ from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import cut_text
 from extproc.sessions.limits import UNNAMED, SessionSubject
-from extproc.sessions.rates import read_model
+from extproc.sessions.rates import estimate_tokens, read_model
 
 _OPENING: Final = 8
 """Bytes of the digest of how a conversation opens."""
@@ -44,32 +45,23 @@ class ConversationTable(Table[ConversationRow, ConversationDocument]):
             row = self.use(key)
         exchange.conversation_key = key
         if row is None:
-            # A row without any counted request
-            outcome = acted[0]
-            request, candidate = exchange.request, find_guard(exchange, outcome)
-            values = candidate.values if candidate is not None and key[0] else []
-            row = ConversationRow(
-                tenant=key[0],
-                conversation=key[1],
-                session=_find_session(exchange) if key[0] else "",
-                agent=find_agent(request, candidate) if key[0] else "",
-                path=cut_text(request.path, PATH_SHOWN),
-                model=cut_text(read_model(request.path, exchange.content), NAME_SHOWN),
-                tools=[],
-                descriptors=[
-                    (cut_text(name, NAME_SHOWN), hash_descriptor(name, value)) for name, value in values[:NAMES_SHOWN]
-                ],
-                loops=[],
-                first=now,
-                last=now,
-                paced=now,
-            )
+            row = ConversationRow(tenant=key[0], conversation=key[1], first=now, last=now, paced=now)
             self.put(key, row)
+        if not row.path:
+            request, candidate = exchange.request, find_guard(exchange, acted[0])
+            row.path = cut_text(request.path, PATH_SHOWN)
+            row.model = cut_text(read_model(request.path, exchange.content), NAME_SHOWN)
+            if key[0]:
+                row.session, row.agent = _find_session(exchange), find_agent(request, candidate)
+                row.descriptors = [
+                    (cut_text(name, NAME_SHOWN), hash_descriptor(name, value))
+                    for name, value in (candidate.values[:NAMES_SHOWN] if candidate is not None else ())
+                ]
         _describe(row, exchange, acted, now)
         row.last = now
         if not again:
             refused = decision.action is Action.REJECT or exchange.enforcing.forbidden is not None
-            _count(row, exchange.size, now, refused=refused)
+            _count(row, exchange, now, refused=refused)
             row.action, row.shadow = decision.action.value, ""
         if decision.shadow is not None:
             row.shadow = decision.shadow.action.value
@@ -84,14 +76,25 @@ class ConversationTable(Table[ConversationRow, ConversationDocument]):
             exchange.conversation_key = key
             row.last = now = time()
             row.action, row.shadow = Action.ALLOW.value, ""
-            _count(row, exchange.size, now, refused=False)
+            _count(row, exchange, now, refused=False)
+
+    def settle(self, spent: LoopCost, now: float, *, estimated: bool) -> None:
+        """Note what a request has cost that this replica, or another one, has noted with its estimate."""
+        row = self.use(spent.key)
+        if row is None:
+            row = ConversationRow(tenant=spent.key[0], conversation=spent.key[1], first=now, last=now, paced=now)
+            self.put(spent.key, row)
+        row.cost += spent.cost - spent.reserved
+        row.estimated += (spent.cost if estimated else 0) - spent.reserved
+        row.prompt += spent.prompt - spent.estimated_prompt
 
     def make_document(self, *, shows_callers: bool) -> ConversationDocument:  # noqa: ARG002  # it has none
         """See `Table`; the largest conversation comes first."""
         return ConversationDocument(sorted(self.copy(), key=lambda row: -(row.size + row.refused_size)))
 
 
-def _count(row: ConversationRow, size: int, now: float, *, refused: bool) -> None:
+def _count(row: ConversationRow, exchange: Exchange, now: float, *, refused: bool) -> None:
+    size = exchange.size
     row.requests += 1
     if refused:
         row.refused += 1
@@ -100,6 +103,13 @@ def _count(row: ConversationRow, size: int, now: float, *, refused: bool) -> Non
     row.size += size
     row.pace = row.pace * exp(min(0.0, row.paced - now) / PACE_SECONDS) + size
     row.paced = now
+    reserved = find_reserved(exchange)
+    if reserved >= 0:
+        exchange.is_priced = True
+        row.cost += reserved
+        row.estimated += reserved
+        row.priced += size
+        row.prompt += estimate_tokens(size)
 
 
 def _describe(row: ConversationRow, exchange: Exchange, acted: Sequence[Outcome], now: float) -> None:

@@ -272,13 +272,16 @@ class Reporter:
         usage = None if ended.estimated else ended.usage
         for each, answer in zip(settled, answers, strict=True):
             asked = each.asked
+            applied = answer.granted if isinstance(answer, Taken) else isinstance(answer, Standing) and not answer.retry
+            if each.loop is not None and applied:
+                self.conversations.settle(each.loop, now, estimated=ended.estimated)
             if isinstance(answer, Standing) and isinstance(asked, Settlement) and (ended.refused or not answer.retry):
                 name, known = (each.tenant, each.policy, each.mode, each.session), (each.model, asked.call, ended.status, usage)
                 self.sessions.settle(name, answer, *known, now, refused=ended.refused, model_ms=ended.model_ms)
             elif isinstance(answer, Standing) or (each.rule and isinstance(answer, Taken) and not answer.granted):
                 self.report_unknown_calls(1)
             elif each.rule and isinstance(asked, Take):
-                self.budgets.settle(asked)
+                self.budgets.settle(each, asked, now, estimated=ended.estimated)
                 metrics.budget_used.labels(each.policy, each.mode, each.rule).inc(each.used)
                 metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
 

@@ -153,10 +153,15 @@ class Rates:
 
 
 class Prices:
-    """Rates for input tokens, of whole loops."""
+    """Rates for input tokens, of loops that no policy with limits of money prices.
+
+    Attributes:
+        is_fixed: an operator has set a rate, for all loops.
+    """
 
     def __init__(self, per_million: float | None) -> None:
         """Use this rate for every model, in US dollars. None uses the package genai-prices."""
+        self.is_fixed = per_million is not None
         self._per_million = per_million
         self._rates = Rates({}, None)
 

@@ -72,11 +72,12 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
 
 def _write_session(session: Mapping[str, Any]) -> str:
     caller = write_caller(session)
-    estimated = f" (${session['estimated_cost']:.2f} estimated)" if session["estimated_cost"] else ""
+    guessed, spent = (session[name] + session["reserved_cost"] for name in ("estimated_cost", "actual_cost"))
+    estimated = f" (${guessed:.2f} estimated)" if guessed else ""
     counts = f"{count(session['total_step_count'], 'step')}, {count(session['total_tool_calls'], 'tool call')}"
     said = [
         f"{session['session']}  {caller}  {session['policy']}{' (shadow)' if session['mode'] == 'shadow' else ''}",
-        f"{counts}, ${session['actual_cost']:.2f}{estimated}, {session['total_block_count']} refused",
+        f"{counts}, ${spent:.2f}{estimated}, {session['total_block_count']} refused",
         f"since {session['started']}, last {session['last_seen']}",
     ]
     if unnamed := session["unnamed_requests"]:

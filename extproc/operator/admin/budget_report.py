@@ -25,7 +25,7 @@ from extproc.operator.board import View
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.overrides import describe_override
 from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
-from extproc.store.rules.budget import FOREVER
+from extproc.store.rules.budget import FOREVER, PERIOD
 
 SORTS: Sorts = {
     "used": lambda row: (
@@ -79,7 +79,7 @@ def report_budgets(  # noqa: PLR0913  # what a report depends on
     exist: bool = True,
 ) -> dict[str, Any]:
     """The JSON of `/budgets`; `note` says why it is empty, if it is."""
-    rows = view.document.rows
+    rows = [row for row in view.document.rows if row.requests]  # of others, only settlements are known
     found = select((describe_budget(row, now, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
     total = {
         "budgets": len(found),
@@ -117,6 +117,7 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
         "unit": row.unit or None,
         "limit": _convert(row.limit, row),
         "used": _convert(row.limit - left, row),
+        "estimated": _convert(max(0, min(row.estimated, row.limit - left)), row) if row.kind == PERIOD else None,
         "left": _convert(left, row),
         "used_percent": round(max(0.0, (row.limit - left) * 100 / max(1, row.limit)), 1),
         "open": opened,

@@ -158,7 +158,7 @@ def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]
         for name in joined.keys() & {"left_out", "known"}:
             joined[name] += report[name]
         for name, number in report.get("total", {}).items():
-            one = joined["total"][name]
+            one = joined["total"].get(name)
             joined["total"][name] = number if one is None else one if number is None else one + number
     return dict(joined)
 

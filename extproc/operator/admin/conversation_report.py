@@ -18,6 +18,7 @@ from extproc.operator.overrides import describe_override
 from extproc.operator.sketch import Sketch
 from extproc.operator.standing_orders import OrderIndex, ShownRow
 from extproc.sessions.rates import Prices, estimate_tokens
+from extproc.store.rules.session import NANO_DOLLARS
 
 LOOPING_SECONDS = 60
 """A loop is active if it was acted on within this many seconds."""
@@ -35,7 +36,7 @@ GROUP_SORTS: Sorts = {
 
 _COUNTED = ("requests", "requests_sent_on", "requests_not_sent_on")
 _TOKENS = ("input_tokens_sent_on", "input_tokens_not_sent_on", "input_tokens_per_minute")
-_MONEY = ("cost_sent_on_usd", "cost_not_sent_on_usd", "cost_per_minute_usd")
+_MONEY = ("cost_sent_on_usd", "estimated_cost_usd", "cost_not_sent_on_usd", "cost_per_minute_usd")
 
 _RANKS = {action.value: rank for action, rank in SEVERITY.items()}
 
@@ -66,6 +67,8 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
     folded: dict[tuple[str, str], list[dict[str, Any]]] = {}
     groups, number = [], 0
     for row in rows:
+        if not row.requests:  # replicas only know what some of them have cost
+            continue
         number += bool(row.tenant)
         own = failures.get((row.tool, row.failure), [])
         if is_folded(row, own):
@@ -147,20 +150,31 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
 
 
 def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:
-    """What reached the model, and what did not: as if those requests had been as long as the others."""
-    sent = estimate_tokens(row.size)
+    """What reached the model, and what did not: as if those requests had been like the others.
+
+    Policies with limits of money price their requests, which the access log corrects. The rest is estimated.
+    """
+    sent = max(0, row.prompt + estimate_tokens(row.size - row.priced))
     spared = estimate_tokens(row.refused_size if not row.forwarded else row.size * row.refused // row.forwarded)
     pace = estimate_tokens(int(row.find_pace(known.now)))
+    priced = row.priced > 0 and not known.prices.is_fixed
+    rest = known.prices.estimate(row.model, estimate_tokens(row.size - row.priced) if priced else sent)
+    cost, estimated = rest, rest
+    if priced:
+        cost, estimated = (row.cost / NANO_DOLLARS + (rest or 0), row.estimated / NANO_DOLLARS + (rest or 0))
 
     def price(tokens: int) -> float | None:
-        cost = known.prices.estimate(row.model, tokens)
-        return None if cost is None else round(cost, 4)
+        if priced and cost is not None and sent:
+            return round(cost * tokens / sent, 4)
+        found = known.prices.estimate(row.model, tokens)
+        return None if found is None else round(found, 4)
 
     return {
         "requests": row.requests,
         "requests_sent_on": row.forwarded,
         "input_tokens_sent_on": sent,
-        "cost_sent_on_usd": price(sent),
+        "cost_sent_on_usd": None if cost is None else round(cost, 4),
+        "estimated_cost_usd": None if estimated is None else round(estimated, 4),
         "requests_not_sent_on": row.refused,
         "input_tokens_not_sent_on": spared,
         "cost_not_sent_on_usd": price(spared),

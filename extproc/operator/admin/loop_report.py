@@ -38,7 +38,9 @@ ENDED_SECONDS = 300
 
 ACTIONS = {action.value: word for action, word in DONE.items()}
 
-_ESTIMATE = f"input tokens are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body"
+_ESTIMATE = (
+    f"input tokens that the access log does not report are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body"
+)
 
 _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 

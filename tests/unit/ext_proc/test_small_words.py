@@ -65,7 +65,8 @@ def test_one_of_something_is_singular() -> None:
     refused = ask(make_service(limited(max_calls_per_tool={"pay": 0})), paid)
     session: dict[str, Any] = {
         "session": "s", "caller": "c", "alias": None, "labels": None, "descriptors": None, "policy": "p", "mode": "enforce",
-        "total_step_count": 1, "total_tool_calls": 1, "actual_cost": 0, "estimated_cost": 0, "total_block_count": 0,
+        "total_step_count": 1, "total_tool_calls": 1, "actual_cost": 0, "estimated_cost": 0, "reserved_cost": 0,
+        "total_block_count": 0,
         "started": "", "last_seen": "", "unnamed_requests": 0, "started_by": None, "killed": None, "refused": None,
         "granted": {}, "limits": {}, "orders": [], "agents": {"tree": [], "refused_requests": 0}, "ended": None, "events": [],
         "tool_call_counts": {"pay": 1}, "steps": [], "earlier_steps": 0,

@@ -15,6 +15,7 @@ from extproc.budgets.commands import SOME_REQUESTS, write_budget_grant
 from extproc.cli.commands import grant
 from extproc.cli.commands.ordering import make_order
 from extproc.cli.main import main, make_parser
+from extproc.engine.settlements import Settled
 from extproc.operator.admin.budget_report import NO_BUDGETS
 from extproc.operator.admin.row_commands import suggest_for_session
 from extproc.operator.admin.row_states import read_time
@@ -111,7 +112,8 @@ def test_a_refused_request_and_a_settlement_do_not_count_as_used() -> None:
     (kept,) = made.service.reporter.budgets.copy()
     settlement = kept.take.settle(500_000, kept.start)
 
-    made.service.reporter.budgets.settle(settlement)
+    settled = Settled(settlement, "p", "enforce", tenant=kept.name[0], rule="daily", limit=kept.limit)
+    made.service.reporter.budgets.settle(settled, settlement, time.time(), estimated=False)
 
     assert row["used"] == 1
     assert list_budgets(made)[0]["used"] == 0.5
