@@ -812,9 +812,11 @@ class Shapes:
         return self._count_copies(conversation.body)
 
     def _count_copies(self, body: Any) -> int:  # noqa: ANN401  # a struct that is made at run time
-        copies = [_read_number(body, keys) for keys in self._copies]
-        prompts = [_count_items(getattr(body, keys[0])) for keys in self._copies if len(keys) == 1]
-        return max(1, *copies) * max(1, *prompts)
+        copies = prompts = 1
+        for keys in self._copies:
+            copies = max(copies, _read_number(body, keys))
+            prompts = max(prompts, _count_items(getattr(body, keys[0])) if len(keys) == 1 else 1)
+        return copies * prompts
 
     def _open(self, document: Document) -> Conversation:
         data = document.data()

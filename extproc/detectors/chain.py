@@ -157,6 +157,7 @@ class Transcript:
         goes_on: the newest message is the assistant's.
         units: as in `Spoken`.
         before: the place without the newest turn; None if unknown.
+        counted: the calls of the first turns or of all, as `sessions/history.py` counts them; None if unknown.
         places: results of `find_place`, by whether the newest turn is a prefill and does not count.
     """
 
@@ -167,6 +168,7 @@ class Transcript:
         self.turns: list[Spoken] = [] if earlier is None else earlier.turns.copy()
         self.units: int = 0 if earlier is None else earlier.units
         self.before: ChainPlace | None = None if earlier is None else earlier.places.get(False)
+        self.counted: object = None if earlier is None else earlier.counted
         self.goes_on = False
         self.places: dict[bool, ChainPlace | None] = {}
 

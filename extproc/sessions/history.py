@@ -13,6 +13,7 @@ A client that changes the arguments of an earlier call has made another call.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 from msgspec import json
@@ -34,6 +35,7 @@ from extproc.detectors.chain import (
     CallFacts,
     ChainPlace,
     Spoken,
+    Transcript,
     read_transcript,
     spell,
 )
@@ -62,6 +64,9 @@ _BEGINS_AS_ERROR: Final = re.compile(
 _IN_MARKS: Final = b"error"
 """In all of `ERROR_MARKS`; most results are without it."""
 
+_FEW: Final = 8
+"""Number of turns, and of calls, that a request adds to a known history at most, if those are looked up in it one by one."""
+
 _LONGEST_COMPARED: Final = 2**16
 """Maximum length of what follows a history to leave out clocks and numbers of attempts in it, in bytes."""
 
@@ -89,8 +94,6 @@ class CallHistory:
         answer: the number of tokens that the request allows for its answers; 0 if it does not say, and asks for one.
         failed: number of the newest results that are errors: marked as such, or a tool's text that begins like one.
     """
-
-    __slots__ = ("answer", "failed", "model", "newest", "offer", "records", "tools", "total")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -134,34 +137,76 @@ def read_tool_calls(document: Document) -> CallHistory:
         NotCounted: there is no conversation, it cannot be read, or it is too large.
     """
     conversation = open_conversation(document)
-    turns = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).turns
+    calls = _NO_CALLS.add(_read_kept(conversation)) if conversation.before.after else _count(read_transcript(conversation))
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
     copies = count_copies(conversation)
     answer = min(find_longest_answer(conversation), _LONGEST_ANSWER) or (DEFAULT_ANSWER if copies > 1 else 0)
-    answer *= copies
-    total, steps, known = 0, 0, b""
-    tools: dict[bytes, str] = {}
-    calls: list[CallFacts] = []
-    since: list[bytes] = []  # steps from one call to the next
-    for turn in turns:
-        steps = min(steps + 1, _MOST_STEPS)
-        for call in turn.calls:
-            total += call.pair
-            if call.tool_digest != known:  # many call the same tool again
-                known = call.tool_digest
-                if call.tool and known not in tools:
-                    tools[known] = call.tool[:_SHOWN]
-            calls.append(call)
-            since.append(_STEPS[steps])
-            steps = 0
-    if not calls:
-        return CallHistory(b"", 0, 0, (), model, offer, answer)
-    records, parts = _write_records(calls), list[bytes]()
-    for at in range(len(records)):
-        parts.append(records[at])
-        parts.append(since[at])
-    failed = _count_failed(conversation)
-    return CallHistory(b"".join(parts), total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer, failed)
+    failed = _count_failed(conversation) if calls.records else 0
+    return CallHistory(calls.records, calls.total, calls.newest, calls.tools, model, offer, answer * copies, failed)
+
+
+class _Calls:
+    """The calls in the first turns of a history, which later requests continue; never changed.
+
+    Attributes:
+        turns: number of turns.
+        steps: number of turns since the one with the newest call.
+        records, total, newest, tools: as in `CallHistory`.
+    """
+
+    def __init__(  # noqa: PLR0913  # a record
+        self, turns: int, steps: int, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...]
+    ) -> None:
+        self.turns = turns
+        self.steps = steps
+        self.records = records
+        self.total = total
+        self.newest = newest
+        self.tools = tools
+
+    def add(self, turns: Sequence[Spoken]) -> _Calls:
+        """These calls and those of the turns behind them."""
+        steps, total, known, newest = self.steps, self.total, b"", 0
+        tools = dict(self.tools)
+        parts = [self.records]
+        numbers: dict[bytes, int] = {}
+        for turn in turns:
+            steps = min(steps + 1, _MOST_STEPS)
+            newest = len(turn.calls)
+            for call in turn.calls:
+                total += call.pair
+                if call.tool_digest != known:  # many call the same tool again
+                    known = call.tool_digest
+                    if call.tool and known not in tools:
+                        tools[known] = call.tool[:_SHOWN]
+                number = numbers[call.first] = numbers.get(call.first, 0) + 1
+                parts.append(call.first if number == 1 else call.write(number))
+                parts.append(_STEPS[steps])
+                steps = 0
+        records = b"".join(parts)
+        return _Calls(self.turns + len(turns), steps, records, total, newest if records else 0, tuple(tools.items()))
+
+    def has_any(self, turns: Sequence[Spoken]) -> bool:
+        """Whether a call of these turns may have been made before, so that it needs another number; in doubt it has."""
+        return any(call.first in self.records for turn in turns for call in turn.calls if call.named)
+
+
+_NO_CALLS: Final = _Calls(0, 0, b"", 0, 0, ())
+
+
+def _count(shown: Transcript) -> _Calls:
+    """The calls in a transcript. Those of its first turns may be known from an earlier request."""
+    turns, known = shown.turns, shown.counted
+    if isinstance(known, _Calls):
+        more = turns[known.turns :]
+        if not more:
+            return known
+        few = len(more) <= _FEW and sum([len(turn.calls) for turn in more]) <= _FEW
+        made = known.add(more) if few and not known.has_any(more) else _NO_CALLS.add(turns)
+    else:
+        made = _NO_CALLS.add(turns)
+    shown.counted = made
+    return made
 
 
 def digest_continuation(document: Document, place: ChainPlace, offer: int) -> bytes:
@@ -190,30 +235,21 @@ def digest_continuation(document: Document, place: ChainPlace, offer: int) -> by
 def _count_failed(conversation: Conversation) -> int:
     """The number of errors among the newest results, found without decoding them."""
     failed = messages = 0
-    shape = conversation.shape
-    for message in conversation.read_backwards():
-        if message.speaker == ASSISTANT or messages == _MOST_RESULTS:
+    find_raw = conversation.shape.find_raw
+    for place in range(len(conversation) - 1, -1, -1):
+        speaker = conversation.find_facts(place).speaker
+        if speaker == ASSISTANT or messages == _MOST_RESULTS:
             break
+        if not speaker:
+            continue
         messages += 1
-        raw = shape.find_raw(message.value)
+        raw = find_raw(conversation.open_message(place))
         if raw is ABSENT or len(raw) > _LONGEST_RESULT:
             continue
         data = bytes(raw)
         marks = sum([data.count(mark) for mark in ERROR_MARKS]) if _IN_MARKS in data else 0
-        failed += marks or (message.speaker == TOOL and _BEGINS_AS_ERROR(data) is not None)
+        failed += marks or (speaker == TOOL and _BEGINS_AS_ERROR(data) is not None)
     return failed
-
-
-def _write_records(calls: list[CallFacts]) -> list[bytes]:
-    """The calls' digests; those of equal calls are numbered, if these have ids."""
-    records = [call.first for call in calls]
-    if len(set(records)) == len(records):  # as in nearly all histories
-        return records
-    numbers: dict[bytes, int] = {}
-    for place, call in enumerate(calls):
-        number = numbers[call.first] = numbers.get(call.first, 0) + 1
-        records[place] = call.write(number)
-    return records
 
 
 def _read_kept(conversation: Conversation) -> list[Spoken]:
