@@ -73,8 +73,6 @@ class Memo(Generic[Key, Value]):
 
 
 class _LRUEntry(Generic[Value]):
-    __slots__ = ("used", "value")
-
     def __init__(self, value: Value, used: int) -> None:
         self.value = value
         self.used = used

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 class Buckets:
     """A histogram: the upper bound of each bucket, the count of each (the last has no bound), and the sum of all values."""
 
-    __slots__ = ("bounds", "counts", "sum")
-
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(map(float, bounds))
         self.counts = [0] * (len(bounds) + 1)

@@ -49,8 +49,6 @@ class Position:
         lost: the position is unknown, or the object or list in which tracking began has ended.
     """
 
-    __slots__ = ("_brackets", "_escaped", "_in_string", "_open", "_quotes", "lost")
-
     def __init__(self) -> None:
         """Start behind the opening bracket of an object or a list."""
         self.lost = False
@@ -144,8 +142,6 @@ class Excerpt:
     Attributes:
         lost: there is no excerpt of this body.
     """
-
-    __slots__ = ("_begun", "_head", "_keys", "_position", "_start", "_tail", "lost")
 
     def __init__(self, keys: Iterable[Sequence[str]], most: int) -> None:
         """Start before the body arrives.

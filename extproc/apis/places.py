@@ -30,8 +30,6 @@ class Place:
         offset: the note's offset in the body, in bytes, behind the text that it extends, if any.
     """
 
-    __slots__ = ("around", "key", "offset", "result", "value")
-
     def __init__(self, value: Value, around: tuple[bytes, bytes] | None = None, key: str = "", *, result: bool = False) -> None:
         self.value = value
         self.around = around

@@ -36,8 +36,6 @@ _NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
 class DeclaredTool:
     """A tool, of which only what is asked for is read: a request may declare hundreds."""
 
-    __slots__ = ("_entry", "_get_schemas", "_tool")
-
     def __init__(self, tool: Any, entry: Any, get_schemas: Callable[[Any], tuple[Raw, ...]]) -> None:  # noqa: ANN401  # made at run time
         """Take a tool, the entry of the list that it is, or that contains it, and what reads its possible schemas."""
         self._tool = tool

@@ -380,8 +380,6 @@ def is_error(text: str) -> bool:
 class _Last:
     """The start of the result that was read last, whether the API said that it failed, and what was found."""
 
-    __slots__ = ("beginning", "failed", "kind")
-
     def __init__(self) -> None:
         self.beginning = ""
         self.failed = False

@@ -229,8 +229,6 @@ class KeptTurn:
         in_text: see `Turn`.
     """
 
-    __slots__ = ("_before", "complete", "entry", "identity", "in_text", "newest", "passes_over", "place", "shown")
-
     def __init__(self, history: History, place: int, newest: Reduced, identity: bytes | None, *, in_text: bool) -> None:
         """Take what is needed from the history, without keeping the request; see `Turn.identify` for `identity`."""
         shown = len(history.newest(USUAL_TURNS)) - place

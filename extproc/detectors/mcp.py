@@ -33,8 +33,6 @@ class McpCall:
         tools: the tool; empty for a message.
     """
 
-    __slots__ = ("_id", "limit", "threshold", "tool", "tools")
-
     def __init__(self, tool: str, limit: Limit, identity: bytes | None) -> None:
         """`identity` is the request's id as it was sent; None if no answer can refer to it."""
         self.tool = tool

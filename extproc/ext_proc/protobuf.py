@@ -32,8 +32,6 @@ class Reader:
         value: the newest varint.
     """
 
-    __slots__ = ("_data", "_end", "_position", "_start", "value")
-
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._position = 0

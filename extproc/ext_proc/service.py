@@ -29,8 +29,6 @@ from extproc.store.memory import MemoryStore
 class Waiting:
     """A stream that waits for a body."""
 
-    __slots__ = ()
-
     @property
     def held(self) -> int:
         """The number of bytes that it holds back until its body is complete."""

@@ -67,8 +67,6 @@ class RunName(NamedTuple):
 class _SeenAgent:
     """An agent of a session; see `AgentRow`, which takes longer to change."""
 
-    __slots__ = ("began", "depth", "last", "name", "parent", "refused", "requests")
-
     def __init__(self, name: str, parent: str, now: float) -> None:
         self.name = name
         self.parent = parent

@@ -21,8 +21,6 @@ _ABOVE_ALL = "g"
 class Sketch:
     """A set of hashes, each 16 hex digits."""
 
-    __slots__ = ("_bound", "_kept", "_size")
-
     def __init__(self, hashes: Iterable[str] = (), size: int = SIZE) -> None:
         """Start with these; fewer than `size` are counted exactly."""
         self._size = size

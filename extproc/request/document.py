@@ -119,8 +119,6 @@ class Inspection:
         left: units.
     """
 
-    __slots__ = ("left",)
-
     def __init__(self) -> None:
         self.left = 0
 
@@ -226,8 +224,6 @@ class Document:
         shortened: older messages were left out.
         prefills: an assistant's message at the end is the start of the answer; see `Endpoint`.
     """
-
-    __slots__ = ("_data", "_fits", "_value", "conversation", "prefills", "shortened")
 
     def __init__(self, data: bytes | memoryview, *, shortened: bool = False) -> None:
         self._data = data if isinstance(data, bytes) else data.tobytes()

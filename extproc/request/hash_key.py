@@ -27,8 +27,6 @@ class HashKey:
         secret: 32 random bytes. Assign to replace the key between two requests.
     """
 
-    __slots__ = ("secret",)
-
     def __init__(self, secret: bytes | None = None) -> None:
         """Use this key, or make one for this process."""
         self.secret = secret if secret is not None else os.urandom(KEY_BYTES)

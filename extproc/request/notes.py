@@ -94,8 +94,6 @@ _decode_text = json.Decoder(str).decode
 class Marks:
     """Makes and verifies the marks of notes in one conversation."""
 
-    __slots__ = ("_hashes",)
-
     def __init__(self, key: HashKey, callers: Sequence[str], said: bytes) -> None:
         """Prepare.
 

@@ -43,8 +43,6 @@ class CallerNames:
         left: number of requests for which the key is still ignored.
     """
 
-    __slots__ = ("left", "newest", "row", "shown")
-
     def __init__(self) -> None:
         self.newest: dict[str, bytes] = {}
         self.shown: dict[bytes, str] = {}

@@ -166,8 +166,6 @@ class SessionNames:
 class Chains:
     """The store's keys for conversations that are recognized by what requests show."""
 
-    __slots__ = ("_start", "_ttl_ms")
-
     def __init__(self, policy: str, idle_seconds: int, *, namespace: str) -> None:
         """Every key starts with the namespace. A conversation is forgotten `idle_seconds` after its last request."""
         self._start = f"{namespace}chain2:{policy}:"

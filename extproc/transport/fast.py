@@ -78,8 +78,6 @@ class _Serving(Listener):
         task: what the answer waits for, or the watch itself; cancelled if the call ends first.
     """
 
-    __slots__ = ("call", "peer", "stream", "task")
-
     def __init__(self, peer: _Peer, call: Call, stream: Stream | None) -> None:
         self.peer = peer
         self.call = call

@@ -64,20 +64,6 @@ class Call:
         over: nothing more is delivered.
     """
 
-    __slots__ = (
-        "busy",
-        "half_closed",
-        "metadata",
-        "method",
-        "number",
-        "over",
-        "received",
-        "silent",
-        "single",
-        "started",
-        "stream",
-    )
-
     def __init__(self, stream: Http2Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
         self.stream = stream
         self.number = stream.number
@@ -100,8 +86,6 @@ class Call:
 class MessageReceived:
     """A message of a call. The first message opens the call."""
 
-    __slots__ = ("call", "message")
-
     def __init__(self, call: Call, message: bytes) -> None:
         self.call = call
         self.message = message
@@ -110,16 +94,12 @@ class MessageReceived:
 class HalfClosed:
     """The peer has ended its side, and all messages were delivered."""
 
-    __slots__ = ("call",)
-
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
 class CallEnded:
     """The call was not ended by its owner: the peer cancelled it or broke a rule."""
-
-    __slots__ = ("call",)
 
     def __init__(self, call: Call) -> None:
         self.call = call

@@ -83,8 +83,6 @@ class Field:
         encoded: its bytes in a block, if it is a literal without references; else empty.
     """
 
-    __slots__ = ("encoded", "kind", "name", "size", "value")
-
     def __init__(self, name: bytes, value: bytes) -> None:
         self.name = name
         self.value = value
@@ -128,8 +126,6 @@ class Block:
         content_length: -1 if missing.
         size: the size of all fields.
     """
-
-    __slots__ = ("content_length", "content_type", "fields", "malformed", "method", "path", "size")
 
     def __init__(self, fields: list[Field], size: int, like: Block | None = None) -> None:
         self.fields = fields
@@ -182,8 +178,6 @@ class _Model:
         size: the size of the other fields, as RFC 7541 section 4.1 counts them.
         plain: the new field is an ordinary header.
     """
-
-    __slots__ = ("block", "end", "place", "plain", "size", "start")
 
     def __init__(self, start: bytes, end: bytes, place: int, block: Block) -> None:
         self.start = start

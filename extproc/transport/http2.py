@@ -120,8 +120,6 @@ class Share:
     connection gets half of the pool, several get equal parts, and something is always left for the next one.
     """
 
-    __slots__ = ("_pool", "held")
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.held = 0
@@ -154,20 +152,6 @@ class Http2Stream:
         local_closed: this side has ended it.
     """
 
-    __slots__ = (
-        "blocked",
-        "consumed",
-        "expected",
-        "local_closed",
-        "lost",
-        "name",
-        "number",
-        "received",
-        "remote_closed",
-        "spent",
-        "trailers",
-    )
-
     def __init__(self, number: int, expected: int, *, remote_closed: bool) -> None:
         """Begin a request; `expected` is its content-length."""
         self.number = number
@@ -186,8 +170,6 @@ class Http2Stream:
 class RequestReceived:
     """A stream has begun; with `ended`, nothing follows."""
 
-    __slots__ = ("ended", "headers", "stream")
-
     def __init__(self, stream: Http2Stream, headers: Block, *, ended: bool) -> None:
         self.stream = stream
         self.headers = headers
@@ -197,8 +179,6 @@ class RequestReceived:
 class DataReceived:
     """Part of a request's body, possibly empty; `ended` for the last part."""
 
-    __slots__ = ("data", "ended", "stream")
-
     def __init__(self, stream: Http2Stream, data: bytes, *, ended: bool) -> None:
         self.stream = stream
         self.data = data
@@ -207,8 +187,6 @@ class DataReceived:
 
 class StreamReset:
     """The stream was reset, by the peer or because of the peer's error; it may never have begun."""
-
-    __slots__ = ("code", "number")
 
     def __init__(self, number: int, code: int) -> None:
         self.number = number

@@ -59,8 +59,6 @@ class Disagreements:
     (A. Metwally et al., Efficient computation of frequent and top-k elements in data streams, ICDT 2005.)
     """
 
-    __slots__ = ("_counts",)
-
     def __init__(self) -> None:
         self._counts: dict[Kind, tuple[int, int]] = {}
 
