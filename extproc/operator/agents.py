@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Annotated, Final
 
-import msgspec
+from extproc.operator.rows import MAX, MIN, SUM, Row, merge, newest
 
 MAX_SHOWN: Final = 64
 """Agents of a session that are shown, the newest; its counts include all."""
@@ -15,7 +15,7 @@ ACTIVE_SECONDS: Final = 60
 """An agent is shown as active for this long after a request."""
 
 
-class AgentRow(msgspec.Struct, array_like=True):
+class AgentRow(Row, array_like=True):
     """An agent of a session.
 
     Attributes:
@@ -30,34 +30,22 @@ class AgentRow(msgspec.Struct, array_like=True):
 
     name: str
     parent: str
-    depth: int
-    began: float
-    last: float
-    requests: int = 0
-    refused: str = ""
+    depth: Annotated[int, MAX]
+    began: Annotated[float, MIN]
+    last: Annotated[float, MAX]
+    requests: Annotated[int, SUM] = 0
+    refused: Annotated[str, newest("last")] = ""
 
     def is_active(self, now: float) -> bool:
         """Whether its newest request was let through, and recently; `now` in seconds since 1970."""
         return not self.refused and now - self.last < ACTIVE_SECONDS
 
-    def absorb(self, other: AgentRow) -> None:
-        """Add what another replica knows of the same agent."""
-        if other.last > self.last:
-            self.last, self.refused = other.last, other.refused
-        self.began, self.depth = min(self.began, other.began), max(self.depth, other.depth)
-        self.requests += other.requests
-
 
 def merge_agents(rows: Iterable[AgentRow]) -> list[AgentRow]:
     """One row for each agent, oldest first; those that are refused make room for others, however many they are."""
-    merged: dict[str, AgentRow] = {}
-    for row in sorted(rows, key=lambda row: row.began):
-        if (known := merged.get(row.name)) is None:
-            merged[row.name] = msgspec.structs.replace(row)
-        else:
-            known.absorb(row)
-    kept = sorted(merged.values(), key=lambda row: (not row.refused, row.last))[-MAX_SHOWN:]
-    return sorted(kept, key=lambda row: row.began)
+    merged = merge(sorted(rows, key=lambda row: row.began))
+    kept = {row.name for row in sorted(merged, key=lambda row: (not row.refused, row.last))[-MAX_SHOWN:]}
+    return [row for row in merged if row.name in kept]
 
 
 def order_tree(rows: Sequence[AgentRow]) -> list[tuple[int, AgentRow]]:

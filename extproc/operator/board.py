@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from time import time
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from extproc.errors import StoreError
 from extproc.memory import read_memory
+from extproc.operator.rows import KEPT_SECONDS, Document
 from extproc.store import Store
-from extproc.store.rules.documents import BOARDS, MAX_DOCUMENT, make_replica_name
-
-KEPT_SECONDS = 3_600
-"""Rows without requests for longer than this are not shown."""
+from extproc.store.rules.documents import BOARDS, make_replica_name
 
 _PUBLISH_SECONDS = 2.0
 _REFRESH_SECONDS = 600.0
@@ -33,56 +30,14 @@ _REFRESH_SECONDS = 600.0
 _COLLECT_SECONDS = 1.0
 """How long a reader waits for the store, and how old its last answer may be."""
 
-_LEAST_CUT = 10
-
 _BOARDS = 6
 _UNPACKED = 4
 _MOST_BYTES = 2**24
 """The number of boards that share the memory for tables; how many times its bytes a document takes in memory; and the bytes of
 documents to unpack if nothing else limits them."""
 
-AnyDocument = TypeVar("AnyDocument", bound="BoardDocument")
-Made_co = TypeVar("Made_co", bound="BoardDocument", covariant=True)
-
-
-class BoardDocument(Protocol):
-    """What one replica publishes about its table, or what all of them know."""
-
-    def pack(self) -> bytes:
-        """Encode as much of it as fits on a board; see `fit`."""
-
-    @classmethod
-    def merge(cls, documents: Iterable[Self], now: float) -> Self:
-        """Merge documents of several replicas, without rows that are too old; `now` in seconds since 1970."""
-
-
-class MergedRow(Protocol):
-    """A row that other replicas have as well; `last` is the time of its last request, in seconds since 1970."""
-
-    last: float
-
-    @property
-    def name(self) -> tuple[str, ...]:
-        """The same on all replicas."""
-
-    def absorb(self, other: Self, /) -> None:
-        """Add what another replica knows of the same row."""
-
-
-AnyRow = TypeVar("AnyRow", bound=MergedRow)
-
-
-def merge_rows(rows: Iterable[AnyRow], since: float) -> list[AnyRow]:
-    """One row for each name that had a request since then; the given ones stay as they are."""
-    merged: dict[tuple[str, ...], AnyRow] = {}
-    for row in rows:
-        if row.last < since:
-            continue
-        if (known := merged.get(row.name)) is None:
-            merged[row.name] = copy(row)
-        else:
-            known.absorb(row)
-    return list(merged.values())
+AnyDocument = TypeVar("AnyDocument", bound=Document)
+Made_co = TypeVar("Made_co", bound=Document, covariant=True)
 
 
 class BoardTable(Protocol[Made_co]):
@@ -180,16 +135,6 @@ class Board(Generic[AnyDocument]):
         self._collected = unpack_all(packed, self._kind, read_memory().share("tables") // _BOARDS // _UNPACKED)
         self._collected_at, left_out = time(), len(packed) - len(self._collected)
         self._problem = f"{left_out} of {len(packed)} reports are of another version, or too large" if left_out else ""
-
-
-def fit(most: int, make: Callable[[int], object]) -> bytes:
-    """As much of a document as fits on a board, packed; `make` makes it with a number of entries, up to `most`."""
-    kept = most
-    while True:
-        packed = zlib.compress(msgspec.msgpack.encode(make(kept)), 9)
-        if len(packed) <= MAX_DOCUMENT or not kept:
-            return packed
-        kept = max(0, kept - max(_LEAST_CUT, kept // 8))
 
 
 def unpack_all(documents: dict[str, bytes], kind: type[AnyDocument], most: int = _MOST_BYTES) -> dict[str, AnyDocument]:

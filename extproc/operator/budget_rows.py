@@ -1,23 +1,30 @@
-"""Budgets as replicas publish them, and how the rows of several replicas are merged.
+"""Budgets as replicas publish them; see `rows`.
 
-The replicas share a budget's state, so the newest answer of the store is right. New fields go behind the others and have a
-default.
+The replicas share a budget's state, so the newest answer of the store is right.
 """
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Annotated, Any
 
-import msgspec
-
-from extproc.operator.board import KEPT_SECONDS, fit, merge_rows
+from extproc.operator.rows import FIRST, MAX, MIN, SUM, Document, Row, newest
 from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take
 
 _MS = 1_000
 
 
-class BudgetRow(msgspec.Struct, array_like=True):
+def _add_period(one: BudgetRow, other: BudgetRow, field: str) -> Any:  # noqa: ANN401  # a number or a list
+    """What replicas know of the same period adds up; that of an older one is over."""
+    if one.start == other.start or one.kind == BUCKET:
+        return SUM(one, other, field)
+    return newest("start")(one, other, field)
+
+
+_TOLD = newest("told")
+
+
+class BudgetRow(Row, array_like=True):
     """One budget of a caller. Amounts are integers, of which `units` are 1 in the rule's own unit.
 
     Attributes:
@@ -46,35 +53,35 @@ class BudgetRow(msgspec.Struct, array_like=True):
     mode: str
     rule: str
     budget: str
-    caller: list[tuple[str, str]]
-    hashes: list[tuple[str, str]]
-    orderable: bool
+    caller: Annotated[list[tuple[str, str]], FIRST]
+    hashes: Annotated[list[tuple[str, str]], FIRST]
+    orderable: Annotated[bool, FIRST]
     unit: str
     words: str
-    units: int
-    key: str
+    units: Annotated[int, _TOLD]
+    key: Annotated[str, _TOLD]
     kind: int
-    limit: int
-    rate: int
-    span: int
-    offset: int
-    start: int
-    left: int
-    wait_ms: int
-    told: float
-    first: float
-    last: float
-    requests: int
-    refused: int
-    refused_at: float
-    stage: str = ""
-    asked: int = 0
-    alias: str = ""
-    labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
-    credentials: list[str] = []
-    parts: list[str] = []
-    estimated: int = 0
-    returned: list[tuple[float, int]] = []
+    limit: Annotated[int, _TOLD]
+    rate: Annotated[int, _TOLD]
+    span: Annotated[int, _TOLD]
+    offset: Annotated[int, _TOLD]
+    start: Annotated[int, _TOLD]
+    left: Annotated[int, _TOLD]
+    wait_ms: Annotated[int, _TOLD]
+    told: Annotated[float, MAX]
+    first: Annotated[float, MIN]
+    last: Annotated[float, MAX]
+    requests: Annotated[int, SUM]
+    refused: Annotated[int, SUM]
+    refused_at: Annotated[float, MAX]
+    stage: Annotated[str, _TOLD] = ""
+    asked: Annotated[int, newest("refused_at")] = 0
+    alias: Annotated[str, FIRST] = ""
+    labels: Annotated[list[tuple[str, str]], FIRST] = []
+    credentials: Annotated[list[str], FIRST] = []
+    parts: Annotated[list[str], FIRST] = []
+    estimated: Annotated[int, _add_period] = 0
+    returned: Annotated[list[tuple[float, int]], _add_period] = []
 
     @property
     def name(self) -> tuple[str, str, str, str, str]:
@@ -114,44 +121,14 @@ class BudgetRow(msgspec.Struct, array_like=True):
         take = Take(self.key, self.kind, 0, self.limit, self.rate, self.span, self.offset)
         return take.raise_limit(raised).settle(amount, self.start)
 
-    def absorb(self, other: BudgetRow) -> None:
-        """Add what another replica knows of the same budget."""
-        if other.start == self.start or self.kind == BUCKET:
-            self.estimated += other.estimated
-            self.returned = [*self.returned, *other.returned]
-        elif other.start > self.start:
-            self.estimated, self.returned = other.estimated, other.returned
-        self.orderable = self.orderable or other.orderable
-        if other.told > self.told:
-            for field in _STATE:
-                setattr(self, field, getattr(other, field))
-        if other.refused_at > self.refused_at:
-            self.refused_at, self.asked = other.refused_at, other.asked
-        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
-        self.requests += other.requests
-        self.refused += other.refused
-        self.caller, self.hashes = self.caller or other.caller, self.hashes or other.hashes
-        self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
-        self.credentials, self.parts = self.credentials or other.credentials, self.parts or other.parts
 
+class BudgetDocument(Document, array_like=True):
+    """Budgets, the most recent first."""
 
-_STATE = ("key", "limit", "rate", "span", "offset", "start", "left", "wait_ms", "told", "units", "stage")
+    rows: Annotated[list[BudgetRow], SUM]
+    left_out: Annotated[int, SUM] = 0
 
-
-class BudgetDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all replicas know: most recent first, and how many did not fit."""
-
-    rows: list[BudgetRow]
-    left_out: int = 0
-
-    def pack(self) -> bytes:
-        """Pack as many rows as fit on a board; the last ones are left out."""
-        rows = self.rows
-        return fit(len(rows), lambda kept: BudgetDocument(rows[:kept], len(rows) - kept))
-
-    @classmethod
-    def merge(cls, documents: Iterable[BudgetDocument], now: float) -> BudgetDocument:
-        """Merge documents; `now` is in seconds since 1970."""
-        every = list(documents)
-        rows = merge_rows((row for document in every for row in document.rows), now - KEPT_SECONDS)
-        return cls(sorted(rows, key=lambda row: -row.last), sum(document.left_out for document in every))
+    def finish(self, now: float) -> None:
+        """See `Document`."""
+        super().finish(now)
+        self.rows.sort(key=lambda row: -row.last)

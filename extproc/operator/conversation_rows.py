@@ -1,17 +1,12 @@
-"""Looping conversations as replicas publish them, and how the rows of several replicas are merged.
-
-New fields go behind the others and have a default.
-"""
+"""Looping conversations as replicas publish them; see `rows`."""
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import exp
+from typing import Annotated
 
-import msgspec
-
-from extproc.operator.board import KEPT_SECONDS, fit, merge_rows
+from extproc.operator.rows import FIRST, MAX, MIN, SUM, Document, Row, newest
 
 PACE_SECONDS = 60.0
 """Time constant of a conversation's pace: what is older counts for little."""
@@ -22,7 +17,22 @@ LoopName = tuple[str, str, str, str, str]
 MAX_LOOPS = 8
 
 
-class ConversationRow(msgspec.Struct, array_like=True):
+def _join_loops(one: ConversationRow, other: ConversationRow, _: str) -> list[LoopName]:
+    """The newest ones of both."""
+    loops = [*one.loops, *other.loops] if other.last > one.last else [*other.loops, *one.loops]
+    return list(dict.fromkeys(reversed(loops)))[MAX_LOOPS - 1 :: -1]
+
+
+def _join_paces(one: ConversationRow, other: ConversationRow, _: str) -> float:
+    """As of the later of both times."""
+    paced = max(one.paced, other.paced)
+    return one.find_pace(paced) + other.find_pace(paced)
+
+
+_NEWEST = newest("newness")
+
+
+class ConversationRow(Row, array_like=True):
     """One caller's conversation that loops, whichever policies and detectors see it. Each request is counted once.
 
     Attributes:
@@ -51,30 +61,30 @@ class ConversationRow(msgspec.Struct, array_like=True):
 
     tenant: str
     conversation: str
-    session: str = ""
-    agent: str = ""
-    path: str = ""
-    model: str = ""
-    tools: list[str] = []  # msgspec copies a default for each object
-    descriptors: list[tuple[str, str]] = []
-    loops: list[LoopName] = []
-    first: float = 0.0
-    last: float = 0.0
-    requests: int = 0
-    size: int = 0
-    refused: int = 0
-    refused_size: int = 0
-    pace: float = 0.0
-    paced: float = 0.0
-    action: str = ""
-    shadow: str = ""
-    tool: str = ""
-    failure: str = ""
-    failing: float = 0.0
-    cost: int = 0
-    estimated: int = 0
-    priced: int = 0
-    prompt: int = 0
+    session: Annotated[str, FIRST] = ""
+    agent: Annotated[str, FIRST] = ""
+    path: Annotated[str, _NEWEST] = ""
+    model: Annotated[str, _NEWEST] = ""
+    tools: Annotated[list[str], _NEWEST] = []
+    descriptors: Annotated[list[tuple[str, str]], FIRST] = []
+    loops: Annotated[list[LoopName], _join_loops] = []
+    first: Annotated[float, MIN] = 0.0
+    last: Annotated[float, _NEWEST] = 0.0
+    requests: Annotated[int, SUM] = 0
+    size: Annotated[int, SUM] = 0
+    refused: Annotated[int, SUM] = 0
+    refused_size: Annotated[int, SUM] = 0
+    pace: Annotated[float, _join_paces] = 0.0
+    paced: Annotated[float, MAX] = 0.0
+    action: Annotated[str, _NEWEST] = ""
+    shadow: Annotated[str, _NEWEST] = ""
+    tool: Annotated[str, _NEWEST] = ""
+    failure: Annotated[str, _NEWEST] = ""
+    failing: Annotated[float, MAX] = 0.0
+    cost: Annotated[int, SUM] = 0
+    estimated: Annotated[int, SUM] = 0
+    priced: Annotated[int, SUM] = 0
+    prompt: Annotated[int, SUM] = 0
 
     @property
     def name(self) -> tuple[str, str]:
@@ -90,43 +100,14 @@ class ConversationRow(msgspec.Struct, array_like=True):
         """Bytes a minute that reach the model; `now` in seconds since 1970."""
         return self.pace * exp(min(0.0, self.paced - now) / PACE_SECONDS)
 
-    def absorb(self, other: ConversationRow) -> None:
-        """Add what another replica knows of the same conversation."""
-        paced = max(self.paced, other.paced)
-        self.pace, self.paced = self.find_pace(paced) + other.find_pace(paced), paced
-        loops = [*self.loops, *other.loops] if other.last > self.last else [*other.loops, *self.loops]
-        self.loops = list(dict.fromkeys(reversed(loops)))[MAX_LOOPS - 1 :: -1]
-        if (other.requests > 0, other.last) > (self.requests > 0, self.last):  # without requests: it has only seen them end
-            self.last, self.action, self.shadow = other.last, other.action, other.shadow
-            self.tool, self.failure = other.tool, other.failure
-            self.tools, self.path, self.model = other.tools, other.path, other.model
-        self.first = min(self.first, other.first)
-        self.failing = max(self.failing, other.failing)
-        self.session, self.agent = self.session or other.session, self.agent or other.agent
-        self.requests += other.requests
-        self.size += other.size
-        self.refused += other.refused
-        self.refused_size += other.refused_size
-        self.cost += other.cost
-        self.estimated += other.estimated
-        self.priced += other.priced
-        self.prompt += other.prompt
+    @property
+    def newness(self) -> tuple[bool, float]:
+        """A row without requests has only seen what some have cost."""
+        return self.requests > 0, self.last
 
 
-class ConversationDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all of them know; `left_out` did not fit on the board."""
+class ConversationDocument(Document, array_like=True):
+    """Conversations that loop."""
 
-    rows: list[ConversationRow]
-    left_out: int = 0
-
-    def pack(self) -> bytes:
-        """Pack as many rows as fit on a board; the last ones are left out."""
-        rows = self.rows
-        return fit(len(rows), lambda kept: ConversationDocument(rows[:kept], len(rows) - kept))
-
-    @classmethod
-    def merge(cls, documents: Iterable[ConversationDocument], now: float) -> ConversationDocument:
-        """Merge documents, without rows that are too old; `now` in seconds since 1970."""
-        every = list(documents)
-        rows = merge_rows((row for document in every for row in document.rows), now - KEPT_SECONDS)
-        return cls(rows, sum(document.left_out for document in every))
+    rows: Annotated[list[ConversationRow], SUM]
+    left_out: Annotated[int, SUM] = 0

@@ -1,17 +1,11 @@
-"""How much of the traffic is guarded, as replicas publish it.
-
-New fields go behind the others and have a default.
-"""
+"""How much of the traffic is guarded, as replicas publish it; see `rows`."""
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from typing import Annotated, Final
 
-import msgspec
-
-from extproc.operator.board import fit
+from extproc.operator.rows import MAX, MIN, SUM, Document, Row, merge
 
 REQUESTS: Final = "requests"
 UNMATCHED: Final = "unmatched"
@@ -31,7 +25,7 @@ ENFORCES_ON_NONE: Final = "enforces_on_none"
 """The finding about a share of the callers that is none of them."""
 
 
-class CoverageRow(msgspec.Struct, array_like=True):
+class CoverageRow(Row, array_like=True):
     """One number.
 
     Attributes:
@@ -47,8 +41,8 @@ class CoverageRow(msgspec.Struct, array_like=True):
     route: str
     detector: str
     reason: str
-    recent: int
-    total: int
+    recent: Annotated[int, SUM]
+    total: Annotated[int, SUM]
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -56,37 +50,24 @@ class CoverageRow(msgspec.Struct, array_like=True):
         return self.policy, self.mode, self.route, self.detector, self.reason
 
 
-class CoverageDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all replicas know.
+class CoverageDocument(Document, array_like=True):
+    """Numbers, which do not expire.
 
     Attributes:
         since: when counting began, in seconds since 1970.
         seconds: how long ago the recent ones began.
-        left_out: rows that did not fit on the board.
     """
 
-    rows: list[CoverageRow]
-    since: float
-    seconds: float
-    left_out: int = 0
+    rows: Annotated[list[CoverageRow], SUM]
+    since: Annotated[float, MIN]
+    seconds: Annotated[float, MAX]
+    left_out: Annotated[int, SUM] = 0
 
     def pack(self) -> bytes:
-        """As many rows as fit on a board; the smallest numbers are left out."""
-        rows = sorted(self.rows, key=lambda row: (bool(row.policy), -row.total))
-        return fit(len(rows), lambda kept: CoverageDocument(rows[:kept], self.since, self.seconds, len(rows) - kept))
+        """See `Document`; the smallest numbers are left out."""
+        self.rows.sort(key=lambda row: (bool(row.policy), -row.total))
+        return super().pack()
 
-    @classmethod
-    def merge(cls, documents: Iterable[CoverageDocument], now: float) -> CoverageDocument:  # noqa: ARG003  # nothing ends
-        """Merge documents."""
-        every = list(documents)
-        merged: dict[tuple[str, ...], CoverageRow] = {}
-        for row in [row for document in every for row in document.rows]:
-            known = merged.setdefault(row.name, msgspec.structs.replace(row, recent=0, total=0))
-            known.recent += row.recent
-            known.total += row.total
-        return cls(
-            list(merged.values()),
-            min(document.since for document in every),
-            max(document.seconds for document in every),
-            sum(document.left_out for document in every),
-        )
+    def finish(self, now: float) -> None:  # noqa: ARG002  # nothing ends
+        """See `Document`."""
+        self.rows = merge(self.rows)

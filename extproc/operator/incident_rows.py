@@ -1,16 +1,11 @@
-"""Incidents as people see them and as replicas publish them, and how the rows of several replicas are merged.
-
-New fields go behind the others and have a default.
-"""
+"""Incidents as people see them and as replicas publish them; see `rows`."""
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Annotated
 
-import msgspec
-
-from extproc.operator.board import KEPT_SECONDS, fit
+from extproc.operator.rows import MAX, MIN, SUM, Document, Row, join
 from extproc.operator.sketch import Sketch
 
 WINDOW_SECONDS = 300
@@ -19,8 +14,10 @@ WINDOW_SECONDS = 300
 SKETCHED = 64
 """Fewer callers and sessions than this are counted exactly, others are estimated."""
 
+_SKETCH = join(lambda one, other: Sketch([*one, *other], SKETCHED).list_kept())
 
-class IncidentRow(msgspec.Struct, array_like=True):
+
+class IncidentRow(Row, array_like=True):
     """A tool that fails in the same way for many sessions.
 
     Attributes:
@@ -35,12 +32,12 @@ class IncidentRow(msgspec.Struct, array_like=True):
     policy: str
     tool: str
     failure: str
-    began: float
-    last: float
-    callers: list[str]
-    sessions: list[str]
-    requests: int
-    spared: int
+    began: Annotated[float, MIN]
+    last: Annotated[float, MAX]
+    callers: Annotated[list[str], _SKETCH]
+    sessions: Annotated[list[str], _SKETCH]
+    requests: Annotated[int, SUM]
+    spared: Annotated[int, SUM]
 
     @property
     def name(self) -> tuple[str, str, str]:
@@ -56,40 +53,13 @@ class IncidentRow(msgspec.Struct, array_like=True):
         return Sketch(self.sessions, SKETCHED).count()
 
 
-class IncidentDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all of them know; `left_out` did not fit on the board."""
+class IncidentDocument(Document, array_like=True):
+    """Incidents, the newest first."""
 
-    rows: list[IncidentRow]
-    left_out: int = 0
+    rows: Annotated[list[IncidentRow], SUM]
+    left_out: Annotated[int, SUM] = 0
 
-    def pack(self) -> bytes:
-        """Pack as many rows as fit on a board; the last ones are left out."""
-        rows = self.rows
-        return fit(len(rows), lambda kept: IncidentDocument(rows[:kept], len(rows) - kept))
-
-    @classmethod
-    def merge(cls, documents: Iterable[IncidentDocument], now: float) -> IncidentDocument:
-        """Merge documents; the newest incident comes first."""
-        merged: dict[tuple[str, str, str], IncidentRow] = {}
-        left_out = 0
-        for document in documents:
-            left_out += document.left_out
-            for row in document.rows:
-                known = merged.get(row.name)
-                if row.last >= now - KEPT_SECONDS:
-                    merged[row.name] = row if known is None else _join(known, row)
-        return cls(sorted(merged.values(), key=lambda row: -row.began), left_out)
-
-
-def _join(one: IncidentRow, other: IncidentRow) -> IncidentRow:
-    return IncidentRow(
-        one.policy,
-        one.tool,
-        one.failure,
-        min(one.began, other.began),
-        max(one.last, other.last),
-        Sketch([*one.callers, *other.callers], SKETCHED).list_kept(),
-        Sketch([*one.sessions, *other.sessions], SKETCHED).list_kept(),
-        one.requests + other.requests,
-        one.spared + other.spared,
-    )
+    def finish(self, now: float) -> None:
+        """See `Document`."""
+        super().finish(now)
+        self.rows.sort(key=lambda row: -row.began)

@@ -1,18 +1,15 @@
-"""Loops as people see them and as replicas publish them, and how the rows of several replicas are merged.
-
-New fields go behind the others and have a default.
-"""
+"""Loops as people see them and as replicas publish them; see `rows`."""
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from extproc.operator.board import KEPT_SECONDS, fit
+from extproc.operator.rows import COUNTS, FIRST, MIN, SUM, Document, Row, fit, newest
 from extproc.store.rules.documents import MAX_DOCUMENT
 
 MINUTES = 60
@@ -20,8 +17,10 @@ MINUTES = 60
 NoteLabels: TypeAlias = tuple[str, str, str, str, str, str]
 """See `AfterNote.labels`."""
 
+_NEWEST = newest("newness")
 
-class Loop(msgspec.Struct, array_like=True):
+
+class Loop(Row, array_like=True):
     """One loop.
 
     Attributes:
@@ -51,27 +50,27 @@ class Loop(msgspec.Struct, array_like=True):
     tenant: str
     repeats: str
     session: str
-    fingerprint: str
+    fingerprint: Annotated[str, _NEWEST]
     method: str
     path: str
     route: str
     model: str
-    tools: list[str]
-    caller: list[tuple[str, str]]
-    first: float
-    last: float
-    count: int
-    requests: dict[str, int]
-    size: int
-    stopped: int
-    stopped_size: int
-    alias: str = ""
-    labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
+    tools: Annotated[list[str], _NEWEST]
+    caller: Annotated[list[tuple[str, str]], FIRST]
+    first: Annotated[float, MIN]
+    last: Annotated[float, _NEWEST]
+    count: Annotated[int, _NEWEST]
+    requests: Annotated[dict[str, int], COUNTS]
+    size: Annotated[int, SUM]
+    stopped: Annotated[int, SUM]
+    stopped_size: Annotated[int, SUM]
+    alias: Annotated[str, FIRST] = ""
+    labels: Annotated[list[tuple[str, str]], FIRST] = []
     credentials: list[str] = []
     agent: str = ""
-    strength: str = ""
-    cause: str = ""
-    after: dict[str, int] = {}
+    strength: Annotated[str, _NEWEST] = ""
+    cause: Annotated[str, FIRST] = ""
+    after: Annotated[dict[str, int], COUNTS] = {}
     parts: list[str] = []
 
     @property
@@ -84,22 +83,10 @@ class Loop(msgspec.Struct, array_like=True):
         """The number of its requests that were acted on, or would have been."""
         return sum(self.requests.values())
 
-    def absorb(self, other: Loop) -> None:
-        """Add another replica's row of the same loop."""
-        if (other.total > 0, other.last) > (self.total > 0, self.last):  # that has none has only seen what came after
-            self.last, self.count, self.fingerprint = other.last, other.count, other.fingerprint
-            self.strength, self.tools = other.strength, other.tools
-        self.first = min(self.first, other.first)
-        self.caller = self.caller or other.caller
-        self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
-        for action, requests in other.requests.items():
-            self.requests[action] = self.requests.get(action, 0) + requests
-        self.cause = self.cause or other.cause
-        for name, changes in other.after.items():
-            self.after[name] = self.after.get(name, 0) + changes
-        self.size += other.size
-        self.stopped += other.stopped
-        self.stopped_size += other.stopped_size
+    @property
+    def newness(self) -> tuple[bool, float]:
+        """A row without requests has only seen what came after notes."""
+        return self.total > 0, self.last
 
 
 class Line(msgspec.Struct, array_like=True):
@@ -122,53 +109,32 @@ class Line(msgspec.Struct, array_like=True):
         return [*self.counts[:MINUTES], *[0] * min(MINUTES, max(0, minute - self.minute))][-MINUTES:]
 
 
-class LoopDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all of them know.
+class LoopDocument(Document, array_like=True):
+    """Loops, and their curves.
 
     Attributes:
         lines: one for each policy, mode and action.
-        left_out: loops that did not fit on the board.
         after: changes in all episodes.
     """
 
-    rows: list[Loop]
-    lines: list[Line]
-    left_out: int = 0
-    after: list[tuple[NoteLabels, int]] = []
+    rows: Annotated[list[Loop], SUM]
+    lines: Annotated[list[Line], SUM]
+    left_out: Annotated[int, SUM] = 0
+    after: Annotated[list[tuple[NoteLabels, int]], SUM] = []
 
     def pack(self) -> bytes:
-        """As many loops as fit on a board; the last ones are left out."""
-        rows = self.rows
-        packed = fit(len(rows), lambda kept: LoopDocument(rows[:kept], self.lines, len(rows) - kept, self.after))
-        return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(rows)))
+        """See `Document`."""
+        packed = super().pack()
+        return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(self.rows)))
 
-    @classmethod
-    def merge(cls, documents: Iterable[LoopDocument], now: float) -> LoopDocument:
-        """Merge documents; curves end at `now`, in seconds since 1970."""
-        every = list(documents)
+    def finish(self, now: float) -> None:
+        """See `Document`; curves end now."""
+        super().finish(now)
+        self.lines = merge_lines(self.lines, int(now) // 60)
         added: Counter[NoteLabels] = Counter()
-        for document in every:
-            for labels, count in document.after:
-                added[labels] += count
-        return cls(
-            merge_loops((row for document in every for row in document.rows), now - KEPT_SECONDS),
-            merge_lines((line for document in every for line in document.lines), int(now) // 60),
-            sum(document.left_out for document in every),
-            list(added.items()),
-        )
-
-
-def merge_loops(rows: Iterable[Loop], since: float) -> list[Loop]:
-    """One row for each loop that was acted on since then."""
-    merged: dict[tuple[str, ...], Loop] = {}
-    for row in rows:
-        if row.last < since:
-            continue
-        if (known := merged.get(row.name)) is None:
-            merged[row.name] = msgspec.structs.replace(row, requests=dict(row.requests), after=dict(row.after))
-        else:
-            known.absorb(row)
-    return list(merged.values())
+        for labels, count in self.after:
+            added[labels] += count
+        self.after = list(added.items())
 
 
 def merge_lines(lines: Iterable[Line], minute: int) -> list[Line]:

@@ -1,18 +1,19 @@
-"""Sessions as replicas publish them, and how the rows of several replicas are merged.
+"""Sessions as replicas publish them; see `rows`.
 
 The replicas share a session's ledger, so the newest counts are right. Its calls are merged from the replicas that let them
-through and those that saw their responses. New fields go behind the others and have a default.
+through and those that saw their responses.
 """
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
 
 from extproc.operator.agents import AgentRow, merge_agents
-from extproc.operator.board import KEPT_SECONDS, fit
+from extproc.operator.rows import FIRST, KEPT_SECONDS, MAX, SUM, Document, Row, fit, join, merge, newest
 
 MAX_CALLS = 64
 MAX_EVENTS = 32
@@ -25,7 +26,11 @@ _SKEW = 1.0
 """Seconds by which clocks of replicas may differ: a call that is older than its session belongs to one that has ended."""
 
 
-class CallRow(msgspec.Struct, array_like=True):
+def _find_settled(one: CallRow, other: CallRow, field: str) -> Any:  # noqa: ANN401  # a field
+    return getattr(other if other.settled else one, field)
+
+
+class CallRow(Row, array_like=True):
     """One request of a session that was let through.
 
     Attributes:
@@ -43,25 +48,16 @@ class CallRow(msgspec.Struct, array_like=True):
 
     name: bytes
     at: float
-    model: str
-    tools: list[str]
-    status: int = 0
-    tokens: tuple[int, ...] | None = None
-    settled: bool = False
-    refused: bool = False
-    model_ms: int = 0
-    errors: int = 0
-    retry: bool = False
-    action: str = ""
-
-    def absorb(self, other: CallRow) -> None:
-        """Add what another replica knows of the same call."""
-        self.model, self.tools = self.model or other.model, self.tools or other.tools
-        self.errors, self.retry = self.errors or other.errors, self.retry or other.retry
-        self.action = self.action or other.action
-        if other.settled:
-            self.model_ms = other.model_ms
-            self.status, self.tokens, self.settled, self.refused = other.status, other.tokens, True, other.refused
+    model: Annotated[str, FIRST]
+    tools: Annotated[list[str], FIRST]
+    status: Annotated[int, _find_settled] = 0
+    tokens: Annotated[tuple[int, ...] | None, _find_settled] = None
+    settled: Annotated[bool, FIRST] = False
+    refused: Annotated[bool, _find_settled] = False
+    model_ms: Annotated[int, _find_settled] = 0
+    errors: Annotated[int, FIRST] = 0
+    retry: Annotated[bool, FIRST] = False
+    action: Annotated[str, FIRST] = ""
 
 
 class SessionRefusal(msgspec.Struct, array_like=True):
@@ -103,66 +99,60 @@ class RunEvent(msgspec.Struct, array_like=True):
     tool: str = ""
     times: int = 1
     grant: str = ""
-    granted: Amounts = []  # msgspec copies a default for each object
+    granted: Amounts = []
 
 
-class SessionRow(msgspec.Struct, array_like=True):
+def _find_later(one: SessionRefusal | None, other: SessionRefusal | None) -> SessionRefusal | None:
+    return other if one is None or (other is not None and other.at > one.at) else one
+
+
+_TOLD, _NEWEST = newest("told"), newest("last")
+
+
+class SessionRow(Row, array_like=True):
     """A session; see `Run`."""
 
     policy: str
     mode: str
     tenant: str
     session: str
-    caller: list[tuple[str, str]]
-    began: float
-    last: float
-    told: float
-    ordered: bool
-    killed: int
-    steps: int
-    tool_calls: int
-    tools: list[tuple[str, int]]
-    cost: int
-    estimated: int
-    reserved: int
-    blocks: int
-    consecutive_blocks: int
-    consecutive_errors: int
-    refusal: SessionRefusal | None
-    calls: list[CallRow]
-    alias: str = ""
-    labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
+    caller: Annotated[list[tuple[str, str]], FIRST]
+    began: Annotated[float, _TOLD]
+    last: Annotated[float, MAX]
+    told: Annotated[float, MAX]
+    ordered: Annotated[bool, _NEWEST]
+    killed: Annotated[int, _TOLD]
+    steps: Annotated[int, _TOLD]
+    tool_calls: Annotated[int, _TOLD]
+    tools: Annotated[list[tuple[str, int]], _TOLD]
+    cost: Annotated[int, _TOLD]
+    estimated: Annotated[int, _TOLD]
+    reserved: Annotated[int, _TOLD]
+    blocks: Annotated[int, _TOLD]
+    consecutive_blocks: Annotated[int, _TOLD]
+    consecutive_errors: Annotated[int, _TOLD]
+    refusal: Annotated[SessionRefusal | None, join(_find_later)]
+    calls: Annotated[list[CallRow], SUM]
+    alias: Annotated[str, FIRST] = ""
+    labels: Annotated[list[tuple[str, str]], FIRST] = []
     credentials: list[str] = []
-    unnamed: int = 0
-    tokens: tuple[int, ...] = (0, 0, 0, 0)
-    model_ms: int = 0
-    failures: int = 0
-    limits: Amounts = []
-    granted: Amounts = []
-    events: list[RunEvent] = []
-    agents: list[AgentRow] = []
-    agents_begun: int = 0
-    agents_refused: int = 0
-    started_by: str = ""
+    unnamed: Annotated[int, SUM] = 0
+    tokens: Annotated[tuple[int, ...], _TOLD] = (0, 0, 0, 0)
+    model_ms: Annotated[int, _TOLD] = 0
+    failures: Annotated[int, _TOLD] = 0
+    limits: Annotated[Amounts, _NEWEST] = []
+    granted: Annotated[Amounts, _NEWEST] = []
+    events: Annotated[list[RunEvent], SUM] = []
+    agents: Annotated[list[AgentRow], SUM] = []
+    agents_begun: Annotated[int, _TOLD] = 0
+    agents_refused: Annotated[int, _TOLD] = 0
+    started_by: Annotated[str, FIRST] = ""
     parts: list[str] = []
 
-    def absorb(self, other: SessionRow) -> None:
-        """Add what another replica knows of the same session."""
-        if other.told > self.told:
-            for field in _LEDGER:
-                setattr(self, field, getattr(other, field))
-        if other.last > self.last:
-            self.last, self.ordered = other.last, other.ordered
-            self.limits, self.granted = other.limits, other.granted
-        if other.refusal is not None and (self.refusal is None or other.refusal.at > self.refusal.at):
-            self.refusal = other.refusal
-        self.caller = self.caller or other.caller
-        self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
-        self.unnamed += other.unnamed
-        self.calls = merge_calls([*self.calls, *other.calls])
-        self.agents = merge_agents([*self.agents, *other.agents])
-        self.started_by = self.started_by or other.started_by
-        self.events = merge_events([*self.events, *other.events])
+    @property
+    def name(self) -> tuple[str, str, str, str]:
+        """Identifies the session."""
+        return self.policy, self.mode, self.tenant, self.session
 
 
 COUNTED = (
@@ -171,14 +161,12 @@ COUNTED = (
 )  # fmt: skip
 """Fields that a row copies from a `Standing`."""
 
-_LEDGER = ("began", "told", "tools", "agents_begun", "agents_refused", *COUNTED)
 
+class SessionDocument(Document, array_like=True):
+    """Sessions, the most recent first."""
 
-class SessionDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all replicas know: most recent sessions first, and how many did not fit."""
-
-    rows: list[SessionRow]
-    left_out: int = 0
+    rows: Annotated[list[SessionRow], SUM]
+    left_out: Annotated[int, SUM] = 0
 
     def pack(self) -> bytes:
         """As much as fits on a board: the oldest sessions lose their calls and agents first, then their rows."""
@@ -191,43 +179,23 @@ class SessionDocument(msgspec.Struct, array_like=True):
 
         return fit(len(rows) + min(len(rows), MAX_DETAILED), make)
 
-    @classmethod
-    def merge(cls, documents: Iterable[SessionDocument], now: float) -> SessionDocument:
-        """Merge documents; `now` is in seconds since 1970."""
-        every = list(documents)
-        rows = merge_sessions((row for document in every for row in document.rows), now - KEPT_SECONDS)
-        return cls(rows, sum(document.left_out for document in every))
+    def finish(self, now: float) -> None:
+        """See `Document`."""
+        self.rows = merge_sessions(self.rows, now - KEPT_SECONDS)
 
 
 def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]:
     """One row for each session that had a request since then, most recent first."""
-    merged: dict[tuple[str, ...], SessionRow] = {}
-    for row in rows:
-        if row.last < since:
-            continue
-        key = (row.policy, row.mode, row.tenant, row.session)
-        if (known := merged.get(key)) is None:
-            merged[key] = msgspec.structs.replace(row)
-        else:
-            known.absorb(row)
-    for row in merged.values():
-        row.calls = [call for call in row.calls if call.at >= row.began - _SKEW][-MAX_CALLS:]
-        row.agents = [agent for agent in row.agents if agent.last >= row.began - _SKEW]
-        row.events = [event for event in row.events if event.at >= row.began - _SKEW][-MAX_EVENTS:]
-        if row.refusal is not None and row.refusal.at < row.began - _SKEW:
+    merged = merge([row for row in rows if row.last >= since])
+    for row in merged:
+        began = row.began - _SKEW
+        calls = merge(sorted(row.calls, key=lambda call: call.at))
+        row.calls = [call for call in calls if call.at >= began][-MAX_CALLS:]
+        row.agents = [agent for agent in merge_agents(row.agents) if agent.last >= began]
+        row.events = [event for event in merge_events(row.events) if event.at >= began][-MAX_EVENTS:]
+        if row.refusal is not None and row.refusal.at < began:
             row.refusal = None
-    return sorted(merged.values(), key=lambda row: -row.last)
-
-
-def merge_calls(calls: Iterable[CallRow]) -> list[CallRow]:
-    """One row for each call, oldest first."""
-    merged: dict[bytes, CallRow] = {}
-    for call in sorted(calls, key=lambda call: call.at):
-        if (known := merged.get(call.name)) is None:
-            merged[call.name] = msgspec.structs.replace(call)
-        else:
-            known.absorb(call)
-    return list(merged.values())
+    return sorted(merged, key=lambda row: -row.last)
 
 
 def merge_events(events: Iterable[RunEvent]) -> list[RunEvent]:

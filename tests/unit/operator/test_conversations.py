@@ -152,7 +152,7 @@ ROWS = st.builds(
 )  # fmt: skip
 
 
-@given(st.lists(st.lists(ROWS, max_size=4), max_size=4), st.randoms())
+@given(st.lists(st.lists(ROWS, max_size=4), min_size=1, max_size=4), st.randoms())
 def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
     """Nothing is lost, counted twice or changed; each conversation has one row, whose pace is that of all replicas together."""
     later, before = NOW + 1_300, [asdict(row) for rows in replicas for row in rows]

@@ -26,7 +26,7 @@ from extproc.ext_proc.service import Service
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.loop_report import describe_loops
 from extproc.operator.board import unpack_all
-from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
+from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines
 from extproc.sessions.rates import Prices, read_model
 from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.support.documents import policy
@@ -170,7 +170,7 @@ def test_replicas_tables_are_merged() -> None:
     there = make_row(first=now - 90, last=now, count=9, requests={"reject": 3, "warn": 1}, size=40, stopped=3, stopped_size=30)
     stale = make_row(repeats="old", last=now - 4_000)
 
-    (merged,) = merge_loops([here, there, stale], now - 3_600)
+    (merged,) = LoopDocument.merge([LoopDocument([here, stale], []), LoopDocument([there], [])], now).rows
 
     assert (merged.first, merged.last, merged.count) == (now - 90, now, 9)
     assert (merged.requests, merged.size, merged.stopped, merged.stopped_size) == ({"reject": 5, "warn": 1}, 60, 5, 50)
