@@ -40,7 +40,6 @@ from extproc.operator.board import Board, View
 from extproc.operator.budget_events import BudgetEvents
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.sharing import Sharing
-from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.coverage_rows import CoverageDocument
 from extproc.operator.events import IncidentEvents, LoopEvents, SessionEvents, open_events
 from extproc.operator.incident_rows import IncidentDocument
@@ -130,19 +129,16 @@ class Server:
         self._sharing = Sharing(self.service.pairs, store, replica)
         self._events = open_events(settings, f"loopguard/{replica}", metrics)
         reporter = self.service.reporter
-        loops = Board("loops", LoopDocument, reporter.loops, store, self._shows_callers, replica)
+        loops = Board("looping", LoopDocument, reporter.loops, store, self._shows_callers, replica)
         sessions = Board("sessions", SessionDocument, reporter.sessions, store, self._shows_callers, replica)
         incidents = Board("incidents", IncidentDocument, reporter.incidents, store, self._shows_callers, replica)
-        conversations = Board(
-            "conversations", ConversationDocument, reporter.conversations, store, self._shows_callers, replica
-        )
         coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
         budgets = Board("budgets", BudgetDocument, reporter.budgets, store, self._shows_callers, replica)
         self._replicas = ReplicaWatch(store, replica, self._shares_budgets, self._note_replicas)
-        self._boards: list[Board[Any]] = [loops, conversations, sessions, incidents, coverage, budgets]
+        self._boards: list[Board[Any]] = [loops, sessions, incidents, coverage, budgets]
         self._overrides.list_seen = lambda: find_seen(loops.view(), sessions.view(), budgets.view())
         self._overrides.list_budgets = lambda: budgets.view().document.rows
-        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions, conversations)
+        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions)
         session_pages = SessionPages(sessions, self._shows_callers)
         budget_pages = BudgetPages(budgets, self._shows_callers)
         budget_pages.has_budgets = self._has_budgets
@@ -311,7 +307,7 @@ class Server:
         health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            loops.look(self.service.reporter.loops.copy(), time.time())
+            loops.look(self.service.reporter.loops.list_loops(), time.time())
             sessions.look(self.service.reporter.sessions.copy())
             incidents.look(self.service.reporter.incidents.list_incidents())
             budgets.look(self.service.reporter.budgets.copy(), time.time())
@@ -426,12 +422,12 @@ class Server:
 
 def find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
     """The hashes in what all replicas have reported."""
-    in_sessions: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
+    in_sessions: list[Loop | SessionRow] = [*loops.document.loops, *sessions.document.rows]
     rows: list[Loop | SessionRow | BudgetRow] = [*in_sessions, *[row for row in budgets.document.rows if row.orderable]]
     callers = {(name, row.tenant) for row in rows for name in list_names(row)}
     named = [(row.policy, name) for row in rows for name in list_names(row)]
     in_sessions_named = [(row.policy, row.session) for row in in_sessions]
-    looping = [(loop.policy, loop.fingerprint) for loop in loops.document.rows]
+    looping = [(loop.policy, loop.fingerprint) for loop in loops.document.loops]
     policies: dict[str, set[str]] = {}
     for policy, name in [*named, *in_sessions_named, *looping]:
         policies.setdefault(name, set()).add(policy)

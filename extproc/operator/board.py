@@ -30,7 +30,7 @@ _REFRESH_SECONDS = 600.0
 _COLLECT_SECONDS = 1.0
 """How long a reader waits for the store, and how old its last answer may be."""
 
-_BOARDS = 6
+_BOARDS = 5
 _UNPACKED = 4
 _MOST_BYTES = 2**24
 """The number of boards that share the memory for tables; how many times its bytes a document takes in memory; and the bytes of

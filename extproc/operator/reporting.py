@@ -22,10 +22,10 @@ from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.after_notes import NoteFollower
 from extproc.operator.budget_table import BudgetTable, CallerBudget
-from extproc.operator.conversation_table import ConversationTable, is_widespread
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import ABSURD, DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
+from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.probes import Probes
 from extproc.operator.session_table import RunName, SessionTable
@@ -68,7 +68,6 @@ class Reporter:
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()
-        self.conversations = ConversationTable()
         self.sessions = SessionTable()
         self.incidents = IncidentTable()
         self.probes = Probes()
@@ -99,7 +98,7 @@ class Reporter:
         if decision.lead is not None or decision.shadow is not None:
             self._report_acts(exchange, decision)
         if exchange.enforcing.spared or exchange.shadow.spared:
-            self._report_conversation(exchange, decision, ())
+            self._report_loops(exchange, decision, ())
         for outcome in decision.trace:
             if outcome.repeat is not None or outcome.action is not Action.ALLOW:
                 self._report_after_notes(exchange, decision)
@@ -181,20 +180,21 @@ class Reporter:
             elif outcome.reason is Reason.LOOP_DETECTED:
                 labels = outcome.policy, outcome.detector, outcome.mode, outcome.action.value
                 metrics.detections.labels(*labels, outcome.strength).inc()
-                self._report_detection(exchange, decision, outcome)
                 acted.append(outcome)
         if acted:
-            self._report_conversation(exchange, decision, acted)
+            self._report_loops(exchange, decision, acted)
 
-    def _report_conversation(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> None:
+    def _report_loops(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> None:
         """Report a request of a looping conversation once; if no policy has acted on it, an order lets it through."""
         try:
-            if acted:
-                self.conversations.note(exchange, decision, acted)
-            else:
-                self.conversations.note_allowed(exchange, decision)
+            if not acted:
+                self.loops.note_allowed(exchange, decision)
+                return
+            for outcome, loop in self.loops.note(exchange, decision, acted):
+                if not loop.total & (loop.total - 1):  # the first, the second, the fourth, ...
+                    self._warn_of_loop(outcome, loop)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
-            self.report_failure("a looping conversation could not be reported", error)
+            self.report_failure("a loop could not be reported", error)
 
     def _report_after_notes(self, exchange: Exchange, decision: Decision) -> None:
         """Report what came after notes, as the request shows it."""
@@ -202,7 +202,7 @@ class Reporter:
             exchange.after_notes = self._follower.follow(exchange, decision)
             for change in exchange.after_notes:
                 self._metrics.after_notes.labels(*change.labels).inc()
-                self.loops.note_after(exchange, change.outcome, change.repeats, change.fingerprint, change.labels)
+                self.loops.note_after(exchange, decision, change.outcome, change.repeats, change.fingerprint, change.labels)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("what came after a note could not be reported", error)
 
@@ -274,7 +274,7 @@ class Reporter:
             asked = each.asked
             applied = answer.granted if isinstance(answer, Taken) else isinstance(answer, Standing) and not answer.retry
             if each.loop is not None and applied:
-                self.conversations.settle(each.loop, now, estimated=ended.estimated)
+                self.loops.settle(each.loop, now, estimated=ended.estimated)
             if isinstance(answer, Standing) and isinstance(asked, Settlement) and (ended.refused or not answer.retry):
                 name, known = (each.tenant, each.policy, each.mode, each.session), (each.model, asked.call, ended.status, usage)
                 self.sessions.settle(name, answer, *known, now, refused=ended.refused, model_ms=ended.model_ms)
@@ -366,36 +366,27 @@ class Reporter:
                 self._metrics.fail_open.labels("internal_error").inc()
                 self.report_failure("a detector failed, the others' verdict stands", error, policy=policy)
 
-    def _report_detection(self, exchange: Exchange, decision: Decision, outcome: Outcome) -> None:
-        try:
-            if is_widespread(outcome):
-                self.loops.draw(outcome)  # its row is the incident's
-                return
-            loop = self.loops.note(exchange, decision, outcome)
-            total = loop.total
-            if not total & (total - 1):  # the first, the second, the fourth, ...
-                self._warn(
-                    "loop detected",
-                    loop.tenant,
-                    policy=loop.policy,
-                    detector=loop.detector,
-                    mode=loop.mode,
-                    action=outcome.action.value,
-                    fingerprint=outcome.fingerprint,
-                    count=outcome.count,
-                    strength=outcome.strength or None,
-                    requests=loop.total,
-                    tenant=loop.tenant,
-                    alias=loop.alias or None,
-                    labels=dict(loop.labels) or None,
-                    descriptors=dict(loop.caller) if self.show_callers else None,
-                    session=loop.session or None,
-                    tool=" ".join(loop.tools) or None,
-                    route=loop.route or None,
-                    path=loop.path,
-                )
-        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
-            self.report_failure("a loop could not be reported", error, policy=outcome.policy)
+    def _warn_of_loop(self, outcome: Outcome, loop: Loop) -> None:
+        self._warn(
+            "loop detected",
+            loop.tenant,
+            policy=loop.policy,
+            detector=loop.detector,
+            mode=loop.mode,
+            action=outcome.action.value,
+            fingerprint=outcome.fingerprint,
+            count=outcome.count,
+            strength=outcome.strength or None,
+            requests=loop.total,
+            tenant=loop.tenant,
+            alias=loop.alias or None,
+            labels=dict(loop.labels) or None,
+            descriptors=dict(loop.caller) if self.show_callers else None,
+            session=loop.session or None,
+            tool=" ".join(loop.tools) or None,
+            route=loop.route or None,
+            path=loop.path,
+        )
 
     def _report_limit(self, exchange: Exchange, outcome: Outcome, subject: SessionSubject) -> None:
         """Log a session's first refusal in a row, its second, its fourth and so on."""

@@ -63,7 +63,7 @@ IMPORTED = {
         changes edits narrow steer
     """,
     "operator": """
-        after_notes agents board budget_events budget_rows conversation_rows coverage coverage_rows events incident_rows
+        after_notes agents board budget_events budget_rows coverage coverage_rows events incident_rows
         incident_table loop_rows overrides probes session_rows session_table sketch standing_orders table
     """,
     "operator/admin": """

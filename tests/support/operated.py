@@ -34,7 +34,6 @@ from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.sharing import Sharing
-from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.coverage_rows import CoverageDocument
 from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import LoopDocument
@@ -55,7 +54,6 @@ T = TypeVar("T")
 
 DOCUMENTS: dict[str, type[Any]] = {
     "loops": LoopDocument,
-    "conversations": ConversationDocument,
     "sessions": SessionDocument,
     "incidents": IncidentDocument,
     "coverage": CoverageDocument,
@@ -84,7 +82,7 @@ class Ahead:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        for module in ("reporting", "conversation_table", "loop_table", "overrides"):
+        for module in ("reporting", "loop_table", "overrides"):
             monkeypatch.setattr(f"extproc.operator.{module}.time", self)
 
     def __call__(self) -> float:
@@ -261,9 +259,7 @@ class Operated:
         def shows() -> bool:
             return service.reporter.show_callers
 
-        loops = LoopPages(
-            boards["loops"], Prices(self._price), shows, boards["incidents"], boards["sessions"], boards["conversations"]
-        )
+        loops = LoopPages(boards["loops"], Prices(self._price), shows, boards["incidents"], boards["sessions"])
         sessions, budgets = SessionPages(boards["sessions"], shows), BudgetPages(boards["budgets"], shows)
         budgets.has_budgets = lambda: any(plan.budget is not None for plan in service.engine.plans)
         coverage = CoveragePages(boards["coverage"], lambda: STATE, dict)

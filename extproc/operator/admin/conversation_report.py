@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from extproc.decision import SEVERITY, Action
 from extproc.operator.admin.reports import OLDEST_FIRST, Selection, Sorts, matches, write_time
 from extproc.operator.admin.row_commands import suggest_for_incident, suggest_for_loop
-from extproc.operator.conversation_rows import ConversationRow
 from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentRow
+from extproc.operator.loop_rows import ConversationRow
 from extproc.operator.overrides import describe_override
 from extproc.operator.sketch import Sketch
 from extproc.operator.standing_orders import OrderIndex, ShownRow
@@ -45,13 +45,13 @@ class Known(NamedTuple):
     """What rows are described from.
 
     Attributes:
-        loops: the rows of `/loops`, by name.
+        loops: the loops of all conversations as `/loops` has them, by `id`.
         incidents: failing tools, one row for each policy.
         limited: (caller, session) of sessions that have limits.
         now: in seconds since 1970.
     """
 
-    loops: Mapping[tuple[str, ...], dict[str, Any]]
+    loops: Mapping[int, dict[str, Any]]
     incidents: Sequence[IncidentRow]
     limited: set[tuple[str, str]]
     orders: OrderIndex
@@ -112,8 +112,8 @@ def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
 
 
 def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
-    """One conversation; what only its loops know is empty if their rows have been dropped."""
-    loops = [known.loops[name] for name in reversed(row.loops) if name in known.loops]
+    """One conversation."""
+    loops = [known.loops[id(loop)] for loop in reversed(row.loops) if loop.requests]
     newest: Mapping[str, Any] = loops[0] if loops else {}
     stricter = {loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)}  # in shadow mode
     group = {
@@ -132,7 +132,7 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "path": row.path,
         "route": newest.get("route"),
         "model": row.model or None,
-        "policies": list(dict.fromkeys(name[0] for name in row.loops)),
+        "policies": list(dict.fromkeys(loop.policy for loop in row.loops)),
         "count": max([loop["count"] for loop in loops], default=0),
         "first_seen": write_time(row.first),
         "last_seen": write_time(row.last),
@@ -144,7 +144,7 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "orders": [describe_override(order) for order in known.orders.find(_make_shown_row(row, loops))],
         "loops": loops,
     }
-    callers = {row.tenant, *(name[3] for name in row.loops)}
+    callers = {row.tenant, *(loop.tenant for loop in row.loops)}
     limited = bool(row.session) and any((caller, row.session) in known.limited for caller in callers)
     return {**group, "commands": suggest_for_loop(group, limited=limited) if row.tenant else {}}
 
@@ -190,8 +190,8 @@ def _find(loops: Sequence[Mapping[str, Any]], name: str) -> Any:  # noqa: ANN401
 def _make_shown_row(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) -> ShownRow:
     names = [name for loop in loops for name in loop["names"]]
     return ShownRow(
-        {name[0] for name in row.loops},
-        {row.tenant, *(name[3] for name in row.loops), *names},
+        {loop.policy for loop in row.loops},
+        {row.tenant, *(loop.tenant for loop in row.loops), *names},
         dict(row.descriptors),
         {session for session in (row.session, row.conversation, *(loop["session"] for loop in loops)) if session},
         {loop["fingerprint"] for loop in loops},

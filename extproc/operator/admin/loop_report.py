@@ -25,7 +25,6 @@ from extproc.operator.admin.reports import (
 from extproc.operator.admin.session_report import list_explosions
 from extproc.operator.after_notes import ARMS, count_open, describe_after
 from extproc.operator.board import Board
-from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.operator.session_rows import SessionDocument, SessionRow
@@ -48,17 +47,15 @@ _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 class LoopPages(TablePages[LoopDocument]):
     """The pages about loops."""
 
-    def __init__(  # noqa: PLR0913  # what they are about
+    def __init__(
         self,
         board: Board[LoopDocument],
         prices: Prices,
         shows_callers: Callable[[], bool],
         incidents: Board[IncidentDocument],
         sessions: Board[SessionDocument] | None = None,
-        conversations: Board[ConversationDocument] | None = None,
     ) -> None:
         super().__init__(board, shows_callers)
-        self._conversations = conversations
         self._sessions = sessions
         self._prices = prices
         self._incidents = incidents
@@ -72,22 +69,21 @@ class LoopPages(TablePages[LoopDocument]):
         now, prices = time(), self._choose_prices(request.query_params)
         view, shown = self._board.view(), self._sees_callers(request)
         runs = self._sessions.view().document.rows if self._sessions is not None else []
-        loops = describe_loops(view.document, prices, runs, shows_callers=shown, now=now)
+        loops = view.document.loops
+        described = describe_loops(loops, prices, runs, shows_callers=shown, now=now)
         known = Known(
-            {row.name: described for row, described in zip(view.document.rows, loops, strict=True)},
+            {id(loop): each for loop, each in zip(loops, described, strict=True)},
             self._incidents.view().document.rows,
             {(run.tenant, run.session) for run in runs if run.session != UNNAMED},
             OrderIndex(self.list_orders()),
             prices,
             now,
         )
-        found = self._conversations.view().document if self._conversations is not None else ConversationDocument([])
         explosions = list_explosions(runs, selection, shows_callers=shown, now=now, orders=known.orders)
         return {
             **describe_view(view, now),
-            "left_out": found.left_out,
             "estimate": _ESTIMATE,
-            **group_loops(found.rows, selection, known),
+            **group_loops(view.document.rows, selection, known),
             "explosions": explosions[: selection.limit],
             **describe_history(view.document, selection, now),
             "coverage": self.summarize(),
@@ -103,16 +99,16 @@ class LoopPages(TablePages[LoopDocument]):
 
 
 def describe_loops(
-    document: LoopDocument, prices: Prices, runs: Sequence[SessionRow], *, shows_callers: bool, now: float
+    loops: Sequence[Loop], prices: Prices, runs: Sequence[SessionRow], *, shows_callers: bool, now: float
 ) -> list[dict[str, Any]]:
-    """All rows, in order."""
+    """All of them, in order."""
     sessions = {(run.policy, run.mode, run.tenant, run.session): run for run in runs}
     return [
         {
             **_describe(loop, prices, shows_callers=shows_callers, now=now),
             **_describe_after_notes(loop, sessions.get((loop.policy, loop.mode, loop.tenant, loop.session)), now),
         }
-        for loop in document.rows
+        for loop in loops
     ]
 
 
@@ -163,7 +159,7 @@ def _sum_after_notes(document: LoopDocument, now: float) -> list[dict[str, Any]]
     for (*labels, after), count in sorted(document.after):
         groups.setdefault(tuple(labels), {})[after] = count
     active: Counter[tuple[str, ...]] = Counter()
-    for loop in document.rows:
+    for loop in document.loops:
         for arm in ARMS if loop.after and _is_open(loop, now) else ():
             active[loop.policy, loop.detector, loop.mode, loop.cause, arm] += count_open(_read_arm(loop, arm))
     names = ("policy", "detector", "mode", "cause", "arm")

@@ -15,7 +15,7 @@ from extproc.engine.exchange import Exchange, group_by_policy
 from extproc.engine.guards import Guard, SessionGuard
 from extproc.metrics import Counts, Metrics
 from extproc.operator.after_notes import AfterNote
-from extproc.operator.conversation_table import name_conversation
+from extproc.operator.loop_table import name_conversation
 from extproc.operator.sketch import Sketch
 from extproc.policy.pairings import Pairing
 from extproc.request.http import cut_text

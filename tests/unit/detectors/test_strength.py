@@ -10,7 +10,6 @@ import pytest
 
 from extproc.detectors.turns import Turns
 from extproc.operator.admin.loop_report import describe_loops
-from extproc.operator.loop_rows import LoopDocument
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.sessions.rates import Prices
@@ -150,7 +149,7 @@ def test_strength_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     labels = {"policy": "p", "detector": "default", "mode": "enforce", "action": "steer"}
     assert [sample(service, "detections_total", **labels, strength=each) for each in ("weak", "strong")] == [1, 1]
     assert [vars(record)["fields"]["strength"] for record in caplog.records] == ["weak", "strong"]
-    loops = LoopDocument(service.reporter.loops.copy(), [])
+    loops = service.reporter.loops.list_loops()
     shown = describe_loops(loops, Prices(None), [], shows_callers=False, now=time.time())
     assert sorted(loop["strength"] for loop in shown) == ["strong", "weak"]
     described = [looks.describe(looks.compare(Document(body))[1]) for body in bodies]

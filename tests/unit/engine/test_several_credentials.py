@@ -185,7 +185,7 @@ def test_one_request_is_reported_as_one() -> None:
     assert sample(service, "requests_total", **labels, action="allow") == 2
     assert sample(service, "requests_total", **labels, action="reject") == 1
     assert sample(service, "detections_total", **labels, detector="default", action="reject", strength="") == 1
-    (loop,) = service.reporter.loops.make_document(shows_callers=True).rows
+    (loop,) = service.reporter.loops.make_document(shows_callers=True).loops
     assert loop.caller == [("credential", service.key.hide("sk-real"))]
     assert metadata_of(answers[-1])["count"] == 3
 

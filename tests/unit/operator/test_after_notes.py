@@ -164,28 +164,30 @@ def test_a_windowed_detector_counts_what_it_sees() -> None:
 
 
 def test_replicas_add_up_what_each_has_seen() -> None:
-    """The loop was acted on by one replica and left on another: one row, which is open for a while and then has ended."""
+    """One of two loops was acted on by one replica and left on another; the other is open for a while and then has ended."""
     one, other = make_service(policy("p", ANY, **LADDER)), make_service(policy("p", ANY, **LADDER))
     converse(one, "one", [STUCK] * 3)
     converse(one, "two", [STUCK] * 3)
     shown = [turn._replace(thought=f"one {number}", number=number) for number, turn in enumerate([*[STUCK] * 3, OTHER], 1)]
     value = as_chat(shown)
+    value["messages"][1]["content"] = "one"
     ask(other, value, {"x-user-id": "ann"})
 
     documents = [service.reporter.loops.make_document(shows_callers=False) for service in (other, one)]
     merged = LoopDocument.merge(documents, documents[0].rows[0].last)
 
-    (row,) = merged.rows
-    assert (row.tools, row.count, row.total) == (["read"], 3, 2)
+    turned, stuck = sorted(merged.loops, key=lambda loop: -len(loop.after))
+    assert [(loop.tools, loop.count, loop.total) for loop in (turned, stuck)] == [(["read"], 3, 1)] * 2
     for later, left in ((0, {"open": 1, "ended": 0}), (ENDED_SECONDS, {"open": 0, "ended": 1})):
-        now = row.last + later
-        (loop,) = describe_loops(merged, Prices(None), [], shows_callers=False, now=now)
-        expected = {"begun": 2, "went_on": 0, "turned_round": 1, "landed": 0, "refused": 0, **left}
+        now = stuck.last + later
+        none, one_left = {"begun": 1, "went_on": 0, "turned_round": 0, "landed": 0, "refused": 0}, {"open": 0, "ended": 0}
         (total,) = describe_history(merged, Selection(), now)["after_notes"]
         about = {"policy": "p", "detector": "default", "mode": "enforce", "cause": "same_error", "arm": "noted"}
-        assert total == {**about, **expected}
-        assert loop["after_notes"] == {"noted": expected}
-        assert loop["tokens_after_note"] is None
+        assert total == {**about, **none, "begun": 2, "turned_round": 1, **left}
+        described = describe_loops([turned, stuck], Prices(None), [], shows_callers=False, now=now)
+        assert described[0]["after_notes"] == {"noted": {**none, "turned_round": 1, **one_left}}
+        assert described[1]["after_notes"] == {"noted": {**none, **left}}
+        assert described[1]["tokens_after_note"] is None
 
 
 @pytest.mark.parametrize(("settled", "told"), [(4, (240, 360)), (3, (240, None))])
@@ -194,7 +196,7 @@ def test_tokens_before_and_after_a_note_are_told(settled: int, told: tuple[int, 
     service = make_service(policy("p", ANY, **LADDER, session={"keys": ["header:x-user-id"]}))
     converse(service, "one", [*[STUCK] * 3, OTHER])
     document = service.reporter.loops.make_document(shows_callers=False)
-    (row,) = document.rows
+    (row,) = document.loops
     table, known = SessionTable(), {"tenant": row.tenant, "session": row.session}
     for number, (second, tokens) in enumerate(((-2, 100), (-1, 100), (0, 150), (1, 170)), 1):
         standing, now = Standing(steps=number), row.first + second
@@ -203,7 +205,7 @@ def test_tokens_before_and_after_a_note_are_told(settled: int, told: tuple[int, 
             settle(table, standing, number, now=now, usage=Usage(tokens, 20, 0, 0), **known)
 
     runs = table.make_document(shows_callers=False).rows
-    (loop,) = describe_loops(document, Prices(None), runs, shows_callers=False, now=row.last)
+    (loop,) = describe_loops(document.loops, Prices(None), runs, shows_callers=False, now=row.last)
 
     assert (loop["tokens_before_note"], loop["tokens_after_note"]) == told
 

@@ -18,8 +18,8 @@ from extproc.engine.orders import ALLOW, BLOCK, KILL, RELEASE, ActiveOverride, T
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.row_commands import suggest_for_loop, suggest_for_session
 from extproc.operator.board import unpack_all
-from extproc.operator.conversation_rows import MAX_LOOPS, ConversationDocument, ConversationRow
 from extproc.operator.incident_rows import WINDOW_SECONDS
+from extproc.operator.loop_rows import MAX_LOOPS, ConversationRow, Loop, LoopDocument
 from extproc.operator.standing_orders import OrderIndex, ShownRow, concerns
 from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
@@ -125,9 +125,9 @@ def test_sums_are_those_of_distinct_requests(acts: list[tuple[str, int, str, int
     acted = forwarded = size = 0
     for user, times, task, place, named in acts:
         service, content = services[place], write_agent(times, task)
-        before = sum(loop.total for loop in service.reporter.loops.copy())
+        before = sum(loop.total for loop in service.reporter.loops.list_loops())
         passes = send(service, content, user, task if named else "")
-        if sum(loop.total for loop in service.reporter.loops.copy()) > before:
+        if sum(loop.total for loop in service.reporter.loops.list_loops()) > before:
             acted, forwarded, size = acted + 1, forwarded + passes, size + passes * len(content)
 
     report = look(*services)
@@ -142,9 +142,20 @@ def test_sums_are_those_of_distinct_requests(acts: list[tuple[str, int, str, int
 
 
 NOW = 1_000_000.0
+
+
+def write_loop(repeats: str) -> Loop:
+    """A loop, of which only the name matters."""
+    name: Any = {"policy": "p", "detector": "d", "mode": "enforce", "tenant": "a" * 16, "repeats": repeats}
+    texts: Any = dict.fromkeys(("session", "fingerprint", "method", "path", "route", "model"), "")
+    return Loop(
+        **name, **texts, tools=[], caller=[], first=NOW, last=NOW, count=1, requests={}, size=0, stopped=0, stopped_size=0
+    )
+
+
 ROWS = st.builds(
     lambda who, first, lasts, sent, refused, pace, loops: ConversationRow(
-        "a" * 16, who, "", "", "/", "", [], [], [("p", "d", "enforce", "a" * 16, loop) for loop in dict.fromkeys(loops)],
+        "a" * 16, who, "", "", "/", "", [], [], [write_loop(loop) for loop in dict.fromkeys(loops)],
         NOW + first, NOW + first + lasts, sent + refused, 100 * sent, refused, 50 * refused, float(pace), NOW + first + lasts,
     ),
     st.sampled_from("xyz"), st.integers(0, 600), st.integers(0, 600), st.integers(0, 9), st.integers(0, 9),
@@ -156,11 +167,11 @@ ROWS = st.builds(
 def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
     """Nothing is lost, counted twice or changed; each conversation has one row, whose pace is that of all replicas together."""
     later, before = NOW + 1_300, [asdict(row) for rows in replicas for row in rows]
-    documents = [ConversationDocument(rows) for rows in replicas]
-    once = ConversationDocument.merge(documents, NOW)
+    documents = [LoopDocument(rows, []) for rows in replicas]
+    once = LoopDocument.merge(documents, NOW)
     chance.shuffle(documents)
     packed = {str(n): each.pack() for n, each in enumerate(documents)}
-    again = ConversationDocument.merge(unpack_all(packed, ConversationDocument).values(), NOW)
+    again = LoopDocument.merge(unpack_all(packed, LoopDocument).values(), NOW)
 
     every = [row for rows in replicas for row in rows]
     for merged in (once, again):
@@ -171,9 +182,13 @@ def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[Conversatio
         for row in merged.rows:
             own = [each for each in every if each.conversation == row.conversation]
             assert (row.first, row.last) == (min(each.first for each in own), max(each.last for each in own))
-            assert len(row.loops) == len({*row.loops}) == min(MAX_LOOPS, len({loop for each in own for loop in each.loops}))
+            assert (
+                len(row.loops)
+                == len({loop.name for loop in row.loops})
+                == min(MAX_LOOPS, len({loop.name for each in own for loop in each.loops}))
+            )
     assert [asdict(row) for row in every] == before
-    assert ConversationDocument.merge([*documents, ConversationDocument([], 2)], NOW + 9_000) == ConversationDocument([], 2)
+    assert LoopDocument.merge([*documents, LoopDocument([], [], 2)], NOW + 9_000) == LoopDocument([], [], 2)
 
 
 def test_what_costs_most_now_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,4 +396,4 @@ def test_a_loop_that_goes_on_when_the_incident_is_over_is_a_row_again(monkeypatc
     report = look(service)
     assert [row["requests"] for row in report["conversations"]] == [2]
     assert report["incidents"][0]["requests"] == 205
-    assert len(service.reporter.conversations.copy()) == 5
+    assert len(service.reporter.loops.copy()) == 5

@@ -180,14 +180,14 @@ def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
     table, now = service.reporter.loops, time.time()
     for times in (3, 1, 1, 1):
         repeat(service, headers(end=True, x_user_id="secret"), times=times)
-        watcher.look(table.copy(), now)
-    watcher.look(table.copy(), now + 120)
-    watcher.look(table.copy(), now + 121)
+        watcher.look(table.list_loops(), now)
+    watcher.look(table.list_loops(), now + 120)
+    watcher.look(table.list_loops(), now + 121)
 
     assert [event[:2] for event in told.events] == [("loop_began", "p"), ("loop_escalated", "p"), ("loop_ended", "p")]
     began, _, ended = (data for _, _, data in told.events)
     assert (began["count"], began["requests"], ended["requests"]) == (3, {"warn": 1}, {"warn": 2, "reject": 2})
-    assert began["loopguard.caller"] == table.copy()[0].tenant
+    assert began["loopguard.caller"] == table.list_loops()[0].tenant
     assert "secret" not in str(told.events)
 
 
@@ -254,6 +254,6 @@ def test_an_agent_is_told_by_its_own_id(sent: dict[str, Any], keys: str, shown: 
     told, service = Told(), make_service(policy("p", ANY, action="warn", limit_keys=[keys]))
 
     repeat(service, headers(end=True, x_user_id="ann", **sent), times=3)
-    LoopEvents(told, lambda: False).look(service.reporter.loops.copy(), time.time())
+    LoopEvents(told, lambda: False).look(service.reporter.loops.list_loops(), time.time())
 
     assert [data["gen_ai.agent.id"] for _, _, data in told.events] == [shown]

@@ -26,7 +26,7 @@ from extproc.ext_proc.service import Service
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.loop_report import describe_loops
 from extproc.operator.board import unpack_all
-from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines
+from extproc.operator.loop_rows import MINUTES, ConversationRow, Line, Loop, LoopDocument, merge_lines
 from extproc.sessions.rates import Prices, read_model
 from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.support.documents import policy
@@ -53,6 +53,11 @@ def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
     return Loop(**{**fields, **changes})
 
 
+def make_conversation(loop: Loop) -> ConversationRow:
+    """A conversation with one loop."""
+    return ConversationRow(loop.tenant, f"#{loop.repeats}", loops=[loop], first=loop.first, last=loop.last, requests=loop.total)
+
+
 def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
     """Of each policy that acts on it: a shadow policy refuses nothing. Requests below the threshold leave no trace."""
     service = make_service(
@@ -60,10 +65,10 @@ def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
     )
     table, sent = service.reporter.loops, (headers("/v1/chat?x=1", x_user_id="ann"), body(b"12345678"))
     repeat(service, *sent, times=2)
-    assert (table.copy(), table.curves) == ([], {})
+    assert (table.list_loops(), table.curves) == ([], {})
     repeat(service, *sent, times=5)
 
-    loop, canary = table.copy()
+    loop, canary = table.list_loops()
 
     assert (loop.policy, loop.detector, loop.mode, loop.method, loop.path) == ("p", "default", "enforce", "POST", "/v1/chat")
     assert loop.caller == [("x-user-id", "ann")]
@@ -89,7 +94,7 @@ def test_an_agents_loop_names_tool_model_and_route() -> None:
 
     (found,) = unpack_all({"r": service.reporter.loops.make_document(shows_callers=True).pack()}, LoopDocument).values()
 
-    loops = {len(row.caller[0][1]): row for row in found.rows}
+    loops = {len(row.caller[0][1]): row for row in found.loops}
     assert (loops[3].tools, loops[3].model, loops[3].route) == (["search"], "gpt-4o", "llm")
     assert (loops[9].path, loops[9].model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
     assert loops[9].caller == [("x-user-id", "bob\\udcfe")]
@@ -143,7 +148,7 @@ def test_tables_are_packed_for_a_board_and_unpacked() -> None:
 
 def test_reports_that_do_not_fit_into_memory_are_left_out() -> None:
     """Also one that is small until it is unpacked."""
-    packed = {"a": LoopDocument([make_row()], []).pack(), "b": zlib.compress(bytes(10**7), 9)}
+    packed = {"a": LoopDocument([make_conversation(make_row())], []).pack(), "b": zlib.compress(bytes(10**7), 9)}
 
     assert list(unpack_all(packed, LoopDocument, 10_000)) == ["a"]
     assert not unpack_all(packed, LoopDocument, 10)
@@ -152,7 +157,8 @@ def test_reports_that_do_not_fit_into_memory_are_left_out() -> None:
 def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
     """Where a board has no room for all, the smallest loops stay behind, and that is said."""
     noise = random.Random(0)
-    rows = [make_row(path=noise.randbytes(128).hex(), repeats=f"{size}", size=size) for size in range(999, -1, -1)]
+    loops = [make_row(path=noise.randbytes(128).hex(), repeats=f"{size}", size=size) for size in range(999, -1, -1)]
+    rows = [make_conversation(loop) for loop in loops]
 
     packed = LoopDocument(rows, []).pack()
     (found,) = unpack_all({"b": packed}, LoopDocument).values()
@@ -170,7 +176,8 @@ def test_replicas_tables_are_merged() -> None:
     there = make_row(first=now - 90, last=now, count=9, requests={"reject": 3, "warn": 1}, size=40, stopped=3, stopped_size=30)
     stale = make_row(repeats="old", last=now - 4_000)
 
-    (merged,) = LoopDocument.merge([LoopDocument([here, stale], []), LoopDocument([there], [])], now).rows
+    replicas = [LoopDocument([make_conversation(loop) for loop in own], []) for own in ([here, stale], [there])]
+    (merged,) = LoopDocument.merge(replicas, now).loops
 
     assert (merged.first, merged.last, merged.count) == (now - 90, now, 9)
     assert (merged.requests, merged.size, merged.stopped, merged.stopped_size) == ({"reject": 5, "warn": 1}, 60, 5, 50)
@@ -181,9 +188,7 @@ def test_money_comes_with_a_rate() -> None:
     """A rate that is given counts for every model, the package's for those that it knows; without any there is no money."""
     rows = [make_row(model="gpt-4o", size=4_000_000, stopped_size=2_000_000), make_row(repeats="x", model="unknown")]
 
-    given, known = (
-        describe_loops(LoopDocument(rows, []), Prices(price), [], shows_callers=False, now=time.time()) for price in (2.0, None)
-    )
+    given, known = (describe_loops(rows, Prices(price), [], shows_callers=False, now=time.time()) for price in (2.0, None))
 
     assert [loop["cost_usd"] for loop in given] == [2.0, 0.0002]
     assert known[0]["cost_usd"] > 0

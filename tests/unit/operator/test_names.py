@@ -195,7 +195,7 @@ def test_alias_and_labels_stand_beside_the_hash(caplog: pytest.LogCaptureFixture
     service = made.service
     send(service, 3, **SENT)
     events: list[Any] = []
-    LoopEvents(lambda *event: events.append(event[2]), lambda: False).look(service.reporter.loops.copy(), time.time())
+    LoopEvents(lambda *event: events.append(event[2]), lambda: False).look(service.reporter.loops.list_loops(), time.time())
     (row,), (line,), (event,) = list_loops(made), [vars(record)["fields"] for record in caplog.records], events
     labels = {"x-team": "blue", "authorization": HIDDEN}
 

@@ -253,7 +253,7 @@ def test_an_order_about_one_loop_leaves_the_others(kind: str, refused: bytes) ->
     service = make_service(policy("p", ANY, action="reject" if kind == RELEASE else "warn", **USER))
     for data in (b"a", b"b"):
         send(service, 3, data)
-    (name,) = [loop.fingerprint for loop in service.reporter.loops.copy()][1:]
+    (name,) = [loop.fingerprint for loop in service.reporter.loops.list_loops()][1:]
     apply_orders(service, order(kind, Target(fingerprint=name)))
 
     assert {data: send(service, 1, data) for data in (b"a", b"b")} == {b"a": [200], b"b": [200]} | {refused: [429]}

@@ -152,7 +152,7 @@ def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
     """A browser gives no orders: it shows what to type, and what others have typed."""
     service = make_night()
     note_session(service, "runner")
-    (storm,) = [row for row in service.reporter.conversations.copy() if not row.tools]
+    (storm,) = [row for row in service.reporter.loops.copy() if not row.tools]
     block = ActiveOverride("b1", BLOCK, Target(caller=storm.tenant), "", 0, 9e9, "runaway, incident 7", "eve@laptop")
     grant = ActiveOverride("g1", GRANT, Target(session="5" * 16), "", 0, 9e9, "", "")
     elsewhere = ActiveOverride("e1", ALLOW, Target(tool="deploy"), "agents", 0, 9e9, "", "bob")
@@ -189,13 +189,13 @@ def test_browsers_get_pages_and_programs_json() -> None:
 def test_scripts_in_names_are_text() -> None:
     """Whatever callers, paths, tools, models, routes and sessions are called, and whatever is asked for, it is text."""
     service = make_night(SCRIPT)
-    for loop in service.reporter.loops.copy():
+    for loop in [loop for row in service.reporter.loops.copy() for loop in row.loops]:
         loop.path = loop.method = loop.route = loop.model = loop.session = loop.fingerprint = SCRIPT
         loop.policy = loop.detector = SCRIPT
         loop.tools = [SCRIPT]
-    for row in service.reporter.conversations.copy():
+    for row in service.reporter.loops.copy():
         row.path = row.model = row.agent = row.session = row.conversation = row.action = row.shadow = SCRIPT
-        row.tools, row.loops = [SCRIPT], [(SCRIPT, SCRIPT, *name[2:]) for name in row.loops]
+        row.tools = [SCRIPT]
     for key, curve in list(service.reporter.loops.curves.items()):
         service.reporter.loops.curves[SCRIPT, key[1], key[2]] = replace(curve, policy=SCRIPT)
     note_session(service, SCRIPT)

@@ -247,7 +247,7 @@ def test_a_secret_is_nowhere_though_callers_are_shown(name: str, caplog: pytest.
     rows = operated.ask("/loops")["conversations"]
     events: list[Any] = []
     look = LoopEvents(lambda *event: events.append(event[2]), lambda: True).look
-    look(operated.service.reporter.loops.copy(), time.time())
+    look(operated.service.reporter.loops.list_loops(), time.time())
     logged = [vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING]
 
     shown = rows[0]["descriptors"], logged[0]["descriptors"], events[0]["caller"]
