@@ -59,7 +59,8 @@ class Row(msgspec.Struct):
 @cache
 def _find_adding(kind: type[Row]) -> list[tuple[str, Adding]]:
     hints = get_type_hints(kind, include_extras=True)
-    return [(field, how) for field in kind.__struct_fields__ for how in getattr(hints[field], "__metadata__", ())]
+    annotated = [(field, getattr(hints[field], "__metadata__", ())) for field in kind.__struct_fields__]
+    return [(field, how) for field, said in annotated for how in said if callable(how)]
 
 
 AnyRow = TypeVar("AnyRow", bound=Any)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
-from functools import reduce
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from extproc.errors import LoopguardError
 from extproc.operator.after_notes import AFTER, ARMS
 from extproc.operator.canary.pairs import POLICIES, REFUSALS, SHOWN, VERDICTS, Pair, name_after
+from extproc.operator.rows import COUNTS, MAX, MIN, SUM, Row, join, merge
 from extproc.operator.sketch import HASH_DIGITS, Sketch
 from extproc.policy.pairings import Pairing
 
@@ -27,7 +27,7 @@ _Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, up to the year 5138."""
 
 
-class Disagreement(msgspec.Struct, frozen=True):
+class Disagreement(Row):
     """A kind of request about which two policies disagree.
 
     Attributes:
@@ -44,11 +44,29 @@ class Disagreement(msgspec.Struct, frozen=True):
     tenant: str
     detector: str
     tool: str
-    count: int
-    over: int
+    count: Annotated[int, SUM]
+    over: Annotated[int, SUM]
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """The kind."""
+        return self.about, self.method, self.path, self.tenant, self.detector, self.tool
 
 
-class State(msgspec.Struct, frozen=True):
+def _join_sketches(one: State, other: State, _: str) -> dict[str, str]:
+    return {name: _write_sketch(_read_both(one, other, name)) for name in _list_sketches(one.percent)}
+
+
+def _read_both(one: State, other: State, name: str) -> Sketch:
+    return Sketch([*one.read_sketch(name).list_kept(), *other.read_sketch(name).list_kept()])
+
+
+def _join_disagreements(one: Iterable[Disagreement], other: Iterable[Disagreement]) -> list[Disagreement]:
+    """The most frequent ones of both."""
+    return sorted(merge([*one, *other]), key=lambda entry: -entry.count)[:SHOWN]
+
+
+class State(Row):
     """What was counted for a pair; replicas of other versions may say more.
 
     Attributes:
@@ -62,12 +80,17 @@ class State(msgspec.Struct, frozen=True):
     live: str
     candidate: str
     identity: str
-    since: _Moment
-    until: _Moment
-    counts: dict[str, int]
-    sketches: dict[str, str]
-    disagreements: list[Disagreement]
+    since: Annotated[_Moment, MIN]
+    until: Annotated[_Moment, MAX]
+    counts: Annotated[dict[str, int], COUNTS]
+    sketches: Annotated[dict[str, str], _join_sketches]
+    disagreements: Annotated[list[Disagreement], join(_join_disagreements)]
     percent: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of one pair."""
+        return self.identity
 
     @property
     def pairing(self) -> Pairing:
@@ -128,32 +151,5 @@ def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
 
 def merge_states(states: Iterable[State]) -> State:
     """Add up the counts of one or more replicas for the same pair."""
-    return reduce(_merge, states)
-
-
-def _merge(one: State, other: State) -> State:
-    return State(
-        *one.pairing[:-1],
-        min(one.since, other.since),
-        max(one.until, other.until),
-        {name: one.counts.get(name, 0) + other.counts.get(name, 0) for name in _COUNTS},
-        {name: _merge_sketches(one, other, name) for name in _list_sketches(one.percent)},
-        _merge_disagreements(one.disagreements, other.disagreements),
-        one.percent,
-    )
-
-
-def _merge_sketches(one: State, other: State, name: str) -> str:
-    merged = one.read_sketch(name)
-    for digits in other.read_sketch(name).list_kept():
-        merged.add(digits)
-    return _write_sketch(merged)
-
-
-def _merge_disagreements(one: Iterable[Disagreement], other: Iterable[Disagreement]) -> list[Disagreement]:
-    kinds: dict[Disagreement, Disagreement] = {}
-    for entry in (*one, *other):
-        kind = msgspec.structs.replace(entry, count=0, over=0)
-        known = kinds.get(kind, kind)
-        kinds[kind] = msgspec.structs.replace(kind, count=known.count + entry.count, over=known.over + entry.over)
-    return sorted(kinds.values(), key=lambda entry: -entry.count)[:SHOWN]
+    (merged,) = merge(states)
+    return merged
