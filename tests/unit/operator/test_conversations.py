@@ -158,14 +158,14 @@ ROWS = st.builds(
         "a" * 16, who, "", "", "/", "", [], [], [write_loop(loop) for loop in dict.fromkeys(loops)],
         NOW + first, NOW + first + lasts, sent + refused, 100 * sent, refused, 50 * refused, float(pace), NOW + first + lasts,
     ),
-    st.sampled_from("xyz"), st.integers(0, 600), st.integers(0, 600), st.integers(0, 9), st.integers(0, 9),
+    st.sampled_from("xyz"), st.integers(0, 600), st.integers(0, 600), st.integers(1, 9), st.integers(0, 9),
     st.integers(0, 1_000), st.lists(st.sampled_from("abcdefghijkl"), max_size=MAX_LOOPS),
 )  # fmt: skip
 
 
 @given(st.lists(st.lists(ROWS, max_size=4), min_size=1, max_size=4), st.randoms())
 def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
-    """Nothing is lost, counted twice or changed; each conversation has one row, whose pace is that of all replicas together."""
+    """Nothing is lost, counted twice or changed; a conversation has one row, whose pace is that of all replicas together."""
     later, before = NOW + 1_300, [asdict(row) for rows in replicas for row in rows]
     documents = [LoopDocument(rows, []) for rows in replicas]
     once = LoopDocument.merge(documents, NOW)
