@@ -180,30 +180,6 @@ def _loops(turns: list[Turn], thresholds: Thresholds, rules: Rules, full: int = 
     return [*_repeats(turns, own, rules), *_cycles(turns, thresholds, rules, full), *_errors(turns, own, rules)]
 
 
-def find_long_action(turns: Sequence[Turn], threshold: int, rules: Rules) -> list[bool]:
-    """The same long action all the time, by a tool that does not only look."""
-    last = turns[-threshold - 2 :]
-    long = [turn for turn in last if turn.tool and len(turn.argument) > 60 and turn.role != READS]
-    if len(long) < threshold + 2 or len({turn.action for turn in long}) > 1:
-        return []
-    return [_is_strong(last, rules)]
-
-
-def find_action_cycle(turns: Sequence[Turn], threshold: int, rules: Rules) -> list[bool]:
-    """The same two to four things in turn, and what comes back is mostly the same."""
-    found = []
-    for length in (2, 3, 4):
-        span = turns[-length * threshold :]
-        if len(span) < length * threshold or not all(turn.tool for turn in span):
-            continue
-        pairs = list(zip(span, span[length:], strict=False))
-        goes_round = all(one.action == other.action for one, other in pairs)
-        same = [one for one, other in pairs if one.result == other.result]
-        if goes_round and len({turn.action for turn in span}) == length and 2 * len(same) >= len(pairs):
-            found.append(_is_strong(span, rules))
-    return found
-
-
 def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
     newest, window = turns[-1], 2 * threshold + 4
     equal = [place for place in range(max(0, len(turns) - window), len(turns)) if turns[place] == newest]

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 import extproc
-from extproc.decision import STRONG, Repeat
 from extproc.detectors import make_similarity
-from extproc.detectors.loops import USUAL_TURNS
-from extproc.detectors.similar_turns import find_action_cycle, find_long_action
-from extproc.detectors.tools import Limit, ToolLimits
-from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
@@ -55,17 +50,6 @@ def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list
     return actions
 
 
-def find_similar(turns: Sequence[Did], written: str, threshold: int) -> list[Repeat]:
-    """What the rules that no policy uses yet find at the end of a conversation."""
-    body = SHAPES[written](turns) if written != "text" else as_text(turns, write_text)
-    similarity = AGENTS.similarity
-    assert isinstance(similarity, Turns)
-    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(USUAL_TURNS)
-    limits, limit = ToolLimits(threshold, {}, 0), Limit(threshold)
-    found = find_long_action(recent, limit), find_action_cycle(recent, limits, limit, normalized=True)
-    return [each for each in found if each is not None]
-
-
 def writes(variant: list[Did], number: int) -> str:
     """How a variant is written; a program's prompts are told from results by the tools that the agent has."""
     written = WRITTEN[number % len(WRITTEN)]
@@ -89,44 +73,15 @@ def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family
     assert refused(variants) == []
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
-def test_honest_repetition_is_no_strong_similarity(family: Family) -> None:
-    """Rules that no policy uses yet find weak loops in it at most, at the threshold from which the preset refuses."""
-    for number, variant in enumerate(family()):
-        for end in range(1, len(variant) + 1):
-            found = find_similar(variant[:end], writes(variant, number), 5)
-
-            assert [each for each in found if each.strength == STRONG] == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PROGRESS.values(), ids=PROGRESS)
 def test_nothing_is_done_about_progress(family: Family) -> None:
-    """Not even a note; the rules that no policy uses yet find nothing either."""
+    """Not even a note."""
     variants = family()
     acted = [act(variant, writes(variant, number)) for number, variant in enumerate(variants)]
 
     assert len(variants) >= 30
     assert [actions for actions in acted if set(actions) != {"allow"}] == []
-    assert [variant for number, variant in enumerate(variants) if find_similar(variant, writes(variant, number), 3)] == []
-
-
-LONG_CHANGE = {"path": "src/app.py", "old": "def main():", "new": "def main():\n    check()  # before anything else"}
-STUCK: dict[str, list[Did]] = {
-    "long_action": [call("insert", f"inserted, {n} lines now: " + "x " * 99, n, **LONG_CHANGE) for n in range(13)],
-    "action_cycle": [call("ab"[n % 2], f"{'page ' * 50}{n // 4}", n) for n in range(14)],
-}
-"""What only one rule sees, which no policy uses yet."""
-
-
-@pytest.mark.parametrize("rule", STUCK)
-def test_each_rule_of_similar_actions_sees_what_no_other_does(rule: str) -> None:
-    """They find a strong loop, where nothing is refused so far."""
-    (found,) = find_similar(STUCK[rule], "chat", 3)
-
-    assert (found.rule, found.strength) == (rule, STRONG)
-    assert "reject" not in act(STUCK[rule], "chat")
 
 
 def test_a_similar_error_is_steered() -> None:
@@ -138,21 +93,6 @@ def test_a_similar_error_is_steered() -> None:
     assert found is not None
     assert found.rule == "similar_error"
     assert act(turns, "chat")[-1] == "steer"
-
-
-@pytest.mark.parametrize(("length", "expected"), [(59, []), (60, ["long_action"])])
-def test_a_long_action_may_stand_in_a_text(length: int, expected: list[str]) -> None:
-    """Its length is that of the action itself."""
-    action = "insert " + "x" * (length - len("insert "))
-    turns = [Did((("insert", {}),), (f"inserted, {n} lines now: " + "y " * 99,)) for n in range(5)]
-    similarity = AGENTS.similarity
-    assert isinstance(similarity, Turns)
-    body = as_text(turns, lambda _: f"```\n{action}\n```")
-    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(USUAL_TURNS)
-
-    found = find_long_action(recent, Limit(3))
-
-    assert [each.rule for each in (found,) if each is not None] == expected
 
 
 @pytest.mark.parametrize(

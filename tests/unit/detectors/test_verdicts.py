@@ -9,16 +9,9 @@ from random import Random
 
 import pytest
 
-from extproc.decision import STRONG
-from extproc.detectors.loops import USUAL_TURNS
-from extproc.detectors.similar_turns import find_action_cycle, find_long_action
-from extproc.detectors.tools import Limit, ToolLimits
-from extproc.detectors.turns import Turns
-from extproc.request.document import Document
-from tests.support import verdicts
 from tests.support.extent import deepen
-from tests.support.verdict_fuzzer import RULES, SHAPES, look, make_detector, try_alone, try_remembered, try_tools
-from tests.support.verdicts import MadeUp, Rules, Turn, judge, write
+from tests.support.verdict_fuzzer import look, make_detector, try_alone, try_remembered, try_tools
+from tests.support.verdicts import Rules, Turn, judge, write
 
 
 @pytest.mark.slow
@@ -37,26 +30,6 @@ def test_thresholds_of_tools_give_the_verdict_of_the_second_statement(seed: int)
     dice = Random(seed)
     for _ in range(150):
         try_tools(dice)
-
-
-@pytest.mark.parametrize("seed", deepen(range(4), 0))
-def test_rules_of_similar_actions_agree_with_the_second_statement(seed: int) -> None:
-    """These are rules that no policy uses yet."""
-    dice = Random(seed)
-    for _ in range(100):
-        turns = MadeUp(dice).conversation()
-        rules, threshold = dice.choice(RULES), dice.choice([2, 3, 5])
-        similarity = make_detector(rules).similarity
-        assert isinstance(similarity, Turns)
-        recent = similarity.rule.read(Document(write(turns, dice.choice(SHAPES), offers=rules.offers))).newest(USUAL_TURNS)
-        limits, limit = ToolLimits(threshold, {}, 0), Limit(threshold)
-
-        found = find_long_action(recent, limit), find_action_cycle(recent, limits, limit, normalized=True)
-
-        strong = [[each.strength == STRONG for each in (one,) if each is not None] for one in found]
-        shown = turns[-USUAL_TURNS:]
-        expected = [statement(shown, threshold, rules) for statement in (verdicts.find_long_action, verdicts.find_action_cycle)]
-        assert strong == expected, (rules, threshold, turns)
 
 
 def test_a_similar_error_stays_a_note_where_a_weak_loop_may_be_refused() -> None:
