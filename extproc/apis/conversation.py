@@ -279,15 +279,38 @@ class Beside:
                 self.size += len(value)
 
 
+class Group:
+    """A message of the assistant's, or calls that were made at once, and the messages behind it; never changed.
+
+    Attributes:
+        start: index of the assistant's first message; -1 if the server keeps it, and for messages in a text.
+        place: index of its last one.
+        end: index behind the last message.
+        answered: someone says something behind it; else no request ended here.
+        facts: those of the first message; None if it has no index.
+    """
+
+    def __init__(self, start: int, place: int, end: int, facts: MessageFacts | None, *, answered: bool) -> None:
+        self.start = start
+        self.place = place
+        self.end = end
+        self.facts = facts
+        self.answered = answered
+
+
 class KnownBody:
-    """The newest body of a conversation. The lists have an entry for each message, and are never changed.
+    """The newest body of a conversation; never changed. A body that continues it shares its lists, and appends to them.
 
     Attributes:
         data: the body.
         head: everything before the assistant's first message.
+        count: number of messages; the lists may be longer.
         starts: offset of a message's first byte in the body.
         ends: offset of the byte behind it.
         facts: its facts.
+        groups: the turns, oldest first, without the newest, which a longer body may continue.
+        grouped: number of these.
+        newest: the newest turn; None if there is none.
         said: the hash of the user's first words, if the head has them; empty if unknown.
         transcript: what `chain.py` reads in the first messages, or all; None if unknown.
         beside: what the body has beside them.
@@ -297,23 +320,58 @@ class KnownBody:
         """Take this many messages of an earlier body with the same head."""
         self.data = data
         self.head = head
+        self.count = count
         self.beside: Beside | None = None
         self.transcript: object = None
         self.said = b""
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.facts: list[MessageFacts] = []
-        if earlier is not None:
-            self.head = earlier.head
-            self.said = earlier.said
+        self.groups: list[Group] = []
+        self.grouped = 0
+        self.newest: Group | None = None
+        if earlier is None:
+            return
+        self.head = earlier.head
+        self.said = earlier.said
+        if count == earlier.count == len(earlier.facts):
+            self.starts, self.ends, self.facts = earlier.starts, earlier.ends, earlier.facts
+            self.groups, self.grouped, self.newest = earlier.groups, earlier.grouped, earlier.newest
+        else:
             self.starts = earlier.starts[:count]
             self.ends = earlier.ends[:count]
             self.facts = earlier.facts[:count]
+            self._group(0)
+
+    def _group(self, first: int) -> None:
+        """Divide the messages from an index on into turns."""
+        start, place, answered, newest = -1, -1, False, self.newest
+        if newest is not None:
+            start, place, answered = newest.start, newest.place, newest.answered
+        for at in range(first, self.count):
+            facts = self.facts[at]
+            if facts.speaker != ASSISTANT:
+                answered = answered or bool(facts.speaker)
+            elif place >= 0 and facts.joins and not answered and self.facts[place].joins:
+                place = at
+            else:
+                if place >= 0:
+                    self.groups.append(Group(start, place, at, self.facts[start], answered=answered))
+                    self.grouped += 1
+                start, place, answered = at, at, False
+        if place >= 0:
+            self.newest = Group(start, place, self.count, self.facts[start], answered=answered)
+
+    def find_group(self, number: int) -> Group | None:
+        """A turn, 0 being the newest; None if there are fewer."""
+        if number == 0:
+            return self.newest
+        return self.groups[self.grouped - number] if number <= self.grouped else None
 
     def count_equal(self, data: bytes) -> int:
         """The number of messages with which another body with this head begins."""
-        own, count = self.data, len(self.ends)
-        if data.startswith(own[: self.ends[-1]]):  # usually: the conversation has grown
+        own, count = self.data, self.count
+        if data.startswith(own[: self.ends[count - 1]]):  # usually: the conversation has grown
             return count
         low, start = 0, len(self.head)
         while low < count:  # the bytes up to `start` are equal, and so are the first `low` messages
@@ -327,7 +385,7 @@ class KnownBody:
 
     def add(  # noqa: PLR0913  # what messages are, and where they may be known from
         self, data: bytes, at: int, raws: list[Raw], shape: Shape, earlier: KnownBody | None, *, is_new: bool
-    ) -> list[Any]:
+    ) -> dict[int, Any]:
         """Add messages of the body.
 
         Hashing all messages takes as long as decoding them, so they are only looked up where something may be known.
@@ -341,14 +399,13 @@ class KnownBody:
             is_new: no body with this head is known: if the assistant's first message is, the others are looked up as well.
 
         Returns:
-            the messages as structs of the shape; None for those whose facts were looked up.
+            the messages as structs of the shape, by index, except those whose facts were looked up.
 
         Raises:
             ValueError: a message is no object, or has other types than expected.
         """
-        first, values, looks = len(self.head), list[Any](), earlier is not None
-        for raw in raws:
-            value, place = None, len(self.facts)
+        first, opened, looks = len(self.head), dict[int, Any](), earlier is not None
+        for place, raw in enumerate(raws, self.count):
             start = data.find(_OPENS, at)
             end = start + len(raw)
             if earlier is not None and earlier.has(place, raw):
@@ -359,18 +416,19 @@ class KnownBody:
                 facts, is_new = shape.find_facts(raw), False
                 looks = facts.action is not None or facts.spoken is not None
             else:
-                value = shape.decode(raw)
+                value = opened[place] = shape.decode(raw)
                 facts = shape.make_facts(value)
             self.starts.append(start)
             self.ends.append(end)
             self.facts.append(facts)
-            values.append(value)
             at = end
-        return values
+        known, self.count = self.count, len(self.facts)
+        self._group(known)
+        return opened
 
     def has(self, place: int, raw: Raw) -> bool:
         """Whether the message at a place has these bytes."""
-        if place >= len(self.ends) or self.ends[place] - self.starts[place] != len(raw):
+        if place >= self.count or self.ends[place] - self.starts[place] != len(raw):
             return False
         return self.data.startswith(raw, self.starts[place])
 
@@ -379,9 +437,9 @@ class KnownBody:
 
         `count`: number of messages that are known to be the same, from the first one on.
         """
-        if len(self.facts) < len(earlier.facts):
+        if self.count < earlier.count:
             return False
-        for place in range(count, len(earlier.facts)):
+        for place in range(count, earlier.count):
             facts, speaker = self.facts[place], self.facts[place].speaker
             if facts is not earlier.facts[place]:
                 first = speaker == USER and USER not in [before.speaker for before in self.facts[:place]]
@@ -392,7 +450,7 @@ class KnownBody:
 
 def _measure(_: int, known: KnownBody) -> int:
     beside = known.beside.size if known.beside is not None else 0
-    return len(known.head) + len(known.data) + beside + _MESSAGE_BYTES * len(known.ends)
+    return len(known.head) + len(known.data) + beside + _MESSAGE_BYTES * known.count
 
 
 _BODIES: Final[Memo[int, KnownBody]] = Memo(_MOST_BYTES, _measure)
@@ -498,20 +556,31 @@ class Conversation:
         prefilled: the newest message is known to be the start of the answer, so it is no turn.
     """
 
-    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
-        """Store messages as structs of the shape, as values if the whole body was decoded, or as None if they are cached."""
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        shape: Shape,
+        body: Any,  # noqa: ANN401  # of all keys
+        messages: Sequence[Any],
+        opened: dict[int, Any],
+        known: KnownBody | None = None,
+        data: bytes = b"",
+    ) -> None:
+        """Store the messages of a body: structs of the shape, by index, or else values if the whole body was decoded."""
         self.body = body
         self._data = data
         self._first_words: str | None = None
         self._read: dict[int, tuple[list[Part], int]] = {}
-        self.known: KnownBody | None = None
+        self.known = known
         self.transcript: object = None
         self.prefilled = False
         self.shape = shape
-        self.model = model
+        self.model: str = body.model or ""
         self.before: Before = shape.look_back(body)
-        self._messages = messages if isinstance(messages, list) else list(messages)
+        self._messages = messages
+        self._opened = opened
+        self._count = known.count if known is not None else len(messages)
         self._facts: list[MessageFacts | None] = []
+        self._groups: list[Group] = []
 
     @property
     def elsewhere(self) -> bool:
@@ -540,7 +609,7 @@ class Conversation:
 
     def __len__(self) -> int:
         """The number of messages, including thoughts."""
-        return len(self._messages)
+        return self._count
 
     def read_first_words(self) -> str:
         """The user's first words; empty if none of the first messages is a user's text.
@@ -568,7 +637,7 @@ class Conversation:
         left = INSPECTION.left
         INSPECTION.begin()
         try:
-            for place in range(min(len(self._messages), _MAX_OLDEST)):
+            for place in range(min(self._count, _MAX_OLDEST)):
                 if self.find_facts(place).speaker == USER:
                     read = self.shape.read(self.open_message(place))
                     texts = [open_value(part.value) for part in read if part.kind == TEXT]
@@ -594,14 +663,14 @@ class Conversation:
             NotCounted: there are too many messages.
         """
         self.check_count()
-        return [self.find_facts(place).speaker for place in range(len(self._messages))]
+        return [self.find_facts(place).speaker for place in range(self._count)]
 
     def find_facts(self, place: int) -> MessageFacts:
         """The facts of the message at a place."""
         if self.known is not None:
             return self.known.facts[place]
         if not self._facts:
-            self._facts = [None] * len(self._messages)
+            self._facts = [None] * self._count
         found = self._facts[place]
         if found is None:
             found = self._facts[place] = self.shape.make_facts(self.open_message(place))
@@ -617,7 +686,7 @@ class Conversation:
         Raises:
             NotCounted: that message cannot be read.
         """
-        for place in range(len(self._messages) - 1, -1, -1):
+        for place in range(self._count - 1, -1, -1):
             speaker = self.find_facts(place).speaker
             if speaker:
                 return speaker == ASSISTANT
@@ -626,7 +695,7 @@ class Conversation:
     def marks_prefill(self) -> bool:
         """Whether the body marks the newest message as the start of the answer."""
         marks = self.shape.marks_prefill
-        return marks is not None and marks(self.body, self.open_message(len(self._messages) - 1))
+        return marks is not None and marks(self.body, self.open_message(self._count - 1))
 
     def read_backwards(self) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts; calls that were made at once are one message.
@@ -652,17 +721,46 @@ class Conversation:
             yield calls
         self.check_count()
 
-    def find_group(self, place: int) -> int:
-        """The index of the first of the calls that were made at once with the one at a place; thoughts may be between them."""
-        start, older = place, place - 1
-        while older >= 0:
-            before = self.find_facts(older)
-            if before.joins:
-                start = older
-            elif before.speaker:
-                break
-            older -= 1
-        return start
+    def find_group(self, number: int) -> Group | None:
+        """A turn, 0 being the newest; None if there are fewer, or if it begins before the newest MAX_STEPS messages."""
+        known, groups = self.known, self._groups
+        if known is not None and self._count <= MAX_STEPS:
+            return known.find_group(number)
+        while len(groups) <= number:
+            end = groups[-1].start if groups else self._count
+            place, oldest, answered = end - 1, max(self._count - MAX_STEPS, 0), False
+            while place >= oldest and (speaker := self.find_facts(place).speaker) != ASSISTANT:
+                answered = answered or bool(speaker)
+                place -= 1
+            if place < oldest:
+                return None
+            start, older = place, place - 1
+            while older >= 0 and self.find_facts(place).joins:
+                before = self.find_facts(older)
+                if before.joins:
+                    start = older
+                elif before.speaker:
+                    break
+                older -= 1
+            groups.append(Group(start, place, end, self.find_facts(start), answered=answered))
+        return groups[number]
+
+    def open_newest(self) -> Message | None:
+        """The newest message that is no prefill; calls that were made at once are one message. None if there is none.
+
+        Raises:
+            NotCounted: there are too many.
+        """
+        number, end = 0, self._count
+        if self.prefilled and (prefill := self.find_group(0)) is not None:
+            number, end = 1, prefill.start
+        for place in range(end - 1, max(end - 1 - MAX_STEPS, -1), -1):
+            speaker = self.find_facts(place).speaker
+            if speaker:
+                group = self.find_group(number) if speaker == ASSISTANT else None
+                return self.open_group(group.start if group is not None else place, place)
+        self.check_count()
+        return None
 
     def open_group(self, start: int, place: int) -> Message:
         """The message at a place, with the calls from a place before it on that were made at once."""
@@ -693,22 +791,26 @@ class Conversation:
 
     def check_count(self) -> None:
         """Check the number of messages; raises NotCounted if there are too many."""
-        if len(self._messages) > MAX_STEPS:
+        if self._count > MAX_STEPS:
             raise NotCounted("inspect_limit")
 
     def open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         """A message as a struct of the shape; empty if its values have unexpected types."""
-        value = self._messages[place]
-        if type(value) is self.shape.message:
+        value = self._opened.get(place)
+        if value is not None:
             return value
-        if self.known is not None:
-            raw = self._data[self.known.starts[place] : self.known.ends[place]]
-            value = self._messages[place] = decode_json(raw, self.shape.decode)
-            return value
-        try:
-            return decode_json(write_canonical(value), self.shape.decode)
-        except ValidationError:
-            return self.shape.message()
+        known = self.known
+        if known is not None:
+            value = decode_json(self._data[known.starts[place] : known.ends[place]], self.shape.decode)
+        else:
+            value = self._messages[place]
+            if type(value) is not self.shape.message:
+                try:
+                    value = decode_json(write_canonical(value), self.shape.decode)
+                except ValidationError:
+                    value = self.shape.message()
+        self._opened[place] = value
+        return value
 
 
 class Options(NamedTuple):
@@ -840,7 +942,7 @@ class Shapes:
             path = shape.path
             messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
             if messages:
-                return Conversation(shape, messages, body, body.model or "")
+                return Conversation(shape, body, messages, {})
         raise NotCounted("no_messages")
 
     def _fill_body(self, value: Json) -> Json:
@@ -885,27 +987,23 @@ class _KnownShape:
         if known is not None:
             count, beside = known.count_equal(data), known.beside
             end = known.ends[count - 1] if count else end
-        grows = known is not None and count == len(known.ends)
+        grows = known is not None and count == known.count
         try:
             body, raws = self._decode_rest(data, opens.start(), end, count, beside)
             same = beside is not None and body is beside.body
             if known is not None and grows and same and not raws:
-                made, values = known, [None] * count
-            else:
-                made = KnownBody(data, head, known, count)
-                values = [None] * count + made.add(data, end, raws, shape, None if grows else known, is_new=known is None)
+                return Conversation(shape, body, (), {}, known, data)
+            made = KnownBody(data, head, known, count)
+            opened = made.add(data, end, raws, shape, None if grows else known, is_new=known is None)
         except (NotCounted, ValueError, RecursionError):
             return None
-        if not made.ends or _END.match(data, made.ends[-1]) is None:
+        if not made.count or _END.match(data, made.ends[-1]) is None:
             return None
-        if made is not known:
-            made.beside = beside if same else Beside(body, data[made.ends[-1] :])
-            if known is not None and made.keeps_spoken(known, count):
-                made.transcript = known.transcript
-            _BODIES.put(name, made)
-        conversation = Conversation(shape, values, body, body.model or "", data)
-        conversation.known = made
-        return conversation
+        made.beside = beside if same else Beside(body, data[made.ends[-1] :])
+        if known is not None and made.keeps_spoken(known, count):
+            made.transcript = known.transcript
+        _BODIES.put(name, made)
+        return Conversation(shape, body, (), opened, made, data)
 
     def _find_known(self, head: bytes) -> tuple[int, KnownBody | None]:
         """The name of a head, and the newest body that begins with it."""

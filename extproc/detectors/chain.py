@@ -102,7 +102,6 @@ class ChainPlace:
     """A request's place in the chain; all hashes have 16 bytes. Never changed.
 
     Attributes:
-        links: behind each message that it shows, oldest first; the first one stands for the user's first message.
         node: the newest link.
         parents: links at which an earlier request may stand, newest first; empty if the assistant has not said anything.
         near: how many of these are behind the newest turn's messages, or directly before that turn.
@@ -114,28 +113,33 @@ class ChainPlace:
     def __init__(self, first_words: bytes, turns: Sequence[Spoken], known: ChainPlace | None = None) -> None:
         """Compute the place from the hash of the user's first message, and from the assistant's turns.
 
-        `known`: the place without the newest turn, if it has been computed; None if not.
+        `known`: the place of the first of these turns, or all; None if unknown.
         """
         self.depth = count = len(turns)
         if known is None:
-            self.links = [digest(first_words or _NO_FIRST_WORDS, _ID)]
-            unlinked = turns
+            links, unlinked = [digest(first_words or _NO_FIRST_WORDS, _ID)], turns
         else:
-            self.links = known.links.copy()
-            unlinked = turns[known.depth :]
+            links, unlinked = known.links, turns[known.depth :]
         for turn in unlinked:
             for hashed in turn.hashes:
-                self.links.append(digest(self.links[-1] + hashed, _ID))
-        self.node = self.links[-1]
+                links.append(digest(links[-1] + hashed, _ID))
+        self._links = links
+        self._count = len(links)
+        self.node = links[-1]
         self.own = _link_last_two(turns, count)
-        self.before = known.own if known is not None else _link_last_two(turns, count - 1)
+        self.before = known.own if known is not None and known.depth == count - 1 else _link_last_two(turns, count - 1)
         newest = len(turns[-1].hashes) if turns else 0
-        self.parents = self.links[-2 : -2 - _MOST_PARENTS : -1]
+        self.parents = links[-2 : -2 - _MOST_PARENTS : -1]
         if newest > _MOST_PARENTS:
-            self.parents.append(self.links[-1 - newest])
-        elif newest < len(self.links) - 1 <= _MOST_PARENTS:
+            self.parents.append(links[-1 - newest])
+        elif newest < len(links) - 1 <= _MOST_PARENTS:
             self.parents.pop()  # the user's first message tells no conversations apart
         self.near = min(newest, len(self.parents))
+
+    @property
+    def links(self) -> list[bytes]:
+        """The links behind each message, oldest first; the first stands for the user's. A place that continues it appends."""
+        return self._links if len(self._links) == self._count else self._links[: self._count]
 
     def identify(self, kind: int) -> bytes:
         """8 bytes that distinguish the request from others of its conversation; `kind` is below 256."""
@@ -153,10 +157,10 @@ class Transcript:
     Attributes:
         count: number of messages in it.
         first: index of the user's first message; -1 if there is none.
-        turns: the assistant's turns, oldest first; consecutive messages are one turn.
+        depth: number of turns.
         goes_on: the newest message is the assistant's.
         units: as in `Spoken`.
-        before: the place without the newest turn; None if unknown.
+        before: the place of an earlier transcript, whose turns are the first ones; None if unknown.
         counted: the calls of the first turns or of all, as `sessions/history.py` counts them; None if unknown.
         places: results of `find_place`, by whether the newest turn is a prefill and does not count.
     """
@@ -165,12 +169,23 @@ class Transcript:
         """Start empty, or with the turns of an earlier transcript."""
         self.count: int = 0 if earlier is None else earlier.count
         self.first: int = -1 if earlier is None else earlier.first
-        self.turns: list[Spoken] = [] if earlier is None else earlier.turns.copy()
+        self._turns: list[Spoken] = [] if earlier is None else earlier.turns
+        self.depth = len(self._turns)
         self.units: int = 0 if earlier is None else earlier.units
         self.before: ChainPlace | None = None if earlier is None else earlier.places.get(False)
         self.counted: object = None if earlier is None else earlier.counted
         self.goes_on = False
         self.places: dict[bool, ChainPlace | None] = {}
+
+    @property
+    def turns(self) -> list[Spoken]:
+        """The assistant's turns, oldest first; consecutive messages are one turn. A transcript that continues it appends."""
+        return self._turns if len(self._turns) == self.depth else self._turns[: self.depth]
+
+    def add(self, turns: list[Spoken]) -> None:
+        """Add the newest turns."""
+        self._turns.extend(turns)
+        self.depth = len(self._turns)
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
@@ -225,8 +240,8 @@ def _read(conversation: Conversation) -> Transcript:
     INSPECTION.take(made.units)
     conversation.check_count()
     groups = _list_groups(conversation, made)
-    made.turns += [_join_turn(conversation, group) for group in groups]
-    if len(groups) != 1:
+    made.add([_join_turn(conversation, group) for group in groups])
+    if earlier is not None and made.first != earlier.first:
         made.before = None
     made.count, made.units = len(conversation), left - INSPECTION.left
     if known is not None and False not in [spoken.small for group in groups for spoken in group]:

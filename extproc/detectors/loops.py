@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
@@ -231,12 +230,14 @@ class KeptTurn:
 
     def __init__(self, history: History, place: int, newest: Reduced, identity: bytes | None, *, in_text: bool) -> None:
         """Take what is needed from the history, without keeping the request; see `Turn.identify` for `identity`."""
-        shown = len(history.newest(USUAL_TURNS)) - place
+        count, self.passes_over = history.reading.count_turns(USUAL_TURNS) if history.reading is not None else -1, False
+        if count < 0:
+            turns = history.newest(USUAL_TURNS)
+            count = len(turns)
+            self.passes_over = True in [isinstance(turn, Turn) and not turn.answered for turn in turns[place + 1 :]]
         before = history.at(place + 1)
         self.newest = newest
-        self.shown = shown
-        before_it = history.newest(USUAL_TURNS)[place + 1 :]
-        self.passes_over = True in [isinstance(turn, Turn) and not turn.answered for turn in before_it]
+        self.shown = shown = count - place
         self.in_text = in_text
         self.place = place
         self.entry = encode_turn(newest)
@@ -330,11 +331,10 @@ class TurnRule:
             NotCounted: there is no conversation, or it cannot be read.
         """
         conversation = open_conversation(document)
-        reading = Reading(conversation, document, self._ignored)
-        turns = reading.read_turns()
-        if document.shortened and conversation.shape.joins is not None:
-            turns = leave_out_last(turns)
-        history = History(islice(turns, self.most), reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        cuts = document.shortened and conversation.shape.joins is not None
+        reading = Reading(conversation, document, self._ignored, self.most + cuts)
+        turns = leave_out_last(reading) if cuts else reading
+        history = History(turns, reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
         if not conversation.elsewhere and not history.shows_newest():
             history.elsewhere = True
         if conversation.before.in_words:
@@ -385,8 +385,9 @@ class TurnRule:
                 history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
-        if isinstance(newest, Turn) and again and newest.images:
-            shown = {place: turn.images for place, turn in enumerate(looked_at) if isinstance(turn, Turn) and turn.images}
+        if isinstance(newest, Turn) and again and newest.came.images:
+            turns = [(place, turn.came.images) for place, turn in enumerate(looked_at) if isinstance(turn, Turn)]
+            shown = {place: images for place, images in turns if images}
             if len(set(shown.values())) > 1:  # screens move, so that older ones, whose images are gone, were others
                 again = [place for place in again if place in shown]
         found = None

@@ -16,7 +16,7 @@ from msgspec import Raw, json
 
 from extproc.apis import find_hints
 from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result
-from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, Message, MessageFacts
+from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, Group, Message, MessageFacts
 from extproc.apis.messages import OTHER, RESULT, TEXT, Part
 from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, number_id, read_action, read_failed_call
@@ -86,77 +86,98 @@ _starts: Final = [blake2b(digest_size=size or 1).copy for size in range(17)]
 
 
 class Reading:
-    """Reads the turns of one conversation.
+    """Reads the turns of one conversation, newest first.
 
     Attributes:
         conversation: the conversation.
         document: the document that contains it.
         ignored: names of arguments that are thoughts.
         hints: whether tools only read, by name; None until they are needed.
-        in_text: the newest message is a scratchpad; known when the first turn is.
+        in_text: the newest message is a scratchpad.
         left: number of characters of results that may still be normalized.
-        newest: the newest message; known when the first turn is.
+        newest: the newest message, except a prefill; None if there is none.
     """
 
-    def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
+    def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str], most: int) -> None:
+        """Begin with the newest turn; `most` is the number of turns to read."""
         self.conversation = conversation
         self.document = document
         self.ignored = ignored
         self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
-        self.in_text = False
-        self.newest: Message | None = None
-
-    def read_turns(self) -> Iterator[Turn]:
-        """The turns, newest first."""
-        conversation = self.conversation
-        messages = conversation.read_backwards()
-        newest = self.newest = next(messages, None)
-        if conversation.prefilled and newest is not None:
-            newest = self.newest = next(messages, None)
-        if newest is None:
-            return iter(())
-        unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
+        self._number = 1 if conversation.prefilled else 0
+        self._left_out = most
+        self._newer: Turn | None = None
+        newest = self.newest = conversation.open_newest()
+        unfolded = unfold(newest) if newest is not None and newest.speaker in {USER, ASSISTANT} else []
         self.in_text = len(unfolded) > 1
-        return self._read_steps(chain(unfolded, messages)) if self.in_text else self._read_shown(newest.place + 1)
+        self._behind: list[Message] = []
+        self._messages: Iterator[Message] = iter(unfolded)
+        if self.in_text:
+            messages = conversation.read_backwards()
+            for message in messages:
+                if newest is not None and message.place == newest.place:
+                    break
+            self._messages = chain(unfolded, messages)
 
-    def _read_shown(self, end: int) -> Iterator[Turn]:
-        """The turns of the messages before an index."""
-        conversation = self.conversation
-        newer: Turn | None = None
-        place, oldest = end - 1, max(len(conversation) - MAX_STEPS, 0)
-        while place >= oldest:
-            start, facts = place, conversation.find_facts(place)
-            if facts.speaker == ASSISTANT:
-                start = conversation.find_group(place) if facts.joins else place
-                turn = Turn(self, start, place, end)
-                end = start
-                if not _is_thought(turn, newer):
-                    yield turn
-                    newer = turn
-            place = start - 1
+    def __iter__(self) -> Iterator[Turn]:
+        """Turns are read only once."""
+        return self
+
+    def __next__(self) -> Turn:
+        """The next older turn."""
+        if self._left_out and self.newest is not None:
+            self._left_out -= 1
+            while (turn := self._read_step() if self.in_text else self._read_shown()) is not None:
+                if not _is_thought(turn, self._newer):
+                    self._newer = turn
+                    return turn
+        raise StopIteration
+
+    def _read_shown(self) -> Turn | None:
+        """The turn before those that were read; the last may be one whose action is not shown."""
+        conversation, number = self.conversation, self._number
+        if number < 0:
+            return None
+        group = conversation.find_group(number)
+        if group is not None:
+            self._number += 1
+            return Turn(self, group)
+        self._number = -1
         conversation.check_count()
-        unknown, newest = conversation.elsewhere, self.newest
-        if newer is None and newest is not None:  # no action is shown: if the newest message has results, there was one
-            unknown = unknown or RESULT in [part.kind for part in newest.read_parts()]
+        unknown = conversation.elsewhere
+        if self._newer is None and self.newest is not None:  # if the newest message has results, there was an action
+            unknown = unknown or RESULT in [part.kind for part in self.newest.read_parts()]
         if unknown and not self.document.shortened:
-            kept = Turn(self, -1, -1, end)
-            if kept.answered:
-                yield kept
+            oldest = conversation.find_group(number - 1) if number else None
+            end = oldest.start if oldest is not None else len(conversation)
+            for place in range(end):
+                if conversation.find_facts(place).speaker:
+                    return Turn(self, Group(-1, -1, end, None, answered=True))
+        return None
 
-    def _read_steps(self, messages: Iterator[Message]) -> Iterator[Turn]:
-        """The turns of messages, newest first, some of which are parts of a text."""
-        behind: list[Message] = []
-        newer: Turn | None = None
-        for message in messages:
+    def _read_step(self) -> Turn | None:
+        """The turn before those that were read, of messages some of which are parts of a text."""
+        for message in self._messages:
             if message.speaker != ASSISTANT:
-                behind.append(message)
+                self._behind.append(message)
                 continue
-            turn = Turn(self, -1, -1, -1, message, behind)
-            behind = []
-            if not _is_thought(turn, newer):
-                yield turn
-                newer = turn
+            behind, self._behind = self._behind, []
+            return Turn(self, Group(-1, -1, -1, None, answered=len(behind) > 0), message, behind)
+        return None
+
+    def count_turns(self, most: int) -> int:
+        """The number of turns, up to this many, if all but the newest were answered; -1 if they have to be read to know."""
+        conversation, first = self.conversation, 1 if self.conversation.prefilled else 0
+        if self.in_text or conversation.elsewhere or self.document.shortened or len(conversation) > MAX_STEPS:
+            return -1
+        for number in range(first, first + most):
+            group = conversation.find_group(number)
+            if group is None:
+                return number - first or -1
+            if number > first and not group.answered:
+                return -1
+        return most
 
     def read_words(self) -> str:
         """The user's text in the newest message; empty if that is not a user's."""
@@ -196,6 +217,35 @@ class ActionFacts:
         self.units = units
 
 
+class _Result:
+    """What came after an action, as it was read.
+
+    Attributes:
+        text: everything that came, as one text.
+        ids: ids of the calls that were answered.
+        images: as in `ResultFacts`, as everything below.
+        returned: tools returned anything.
+        marked: the API marks a result as an error.
+        whole: it depends on a whole message, and so on more than its facts.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ids: set[str] = set()
+        self.images = b""
+        self.returned = False
+        self.marked = False
+        self.whole = False
+
+    def read(self, part: Part, number: int) -> tuple[str, str]:
+        """The id of a result's call, and the result."""
+        self.marked = self.marked or part.failed
+        if part.id:
+            self.ids.add(part.id)
+        text = strike_injected(read_result(part.value))
+        return part.id or number_id(number), FAILURE_MARK + text if part.failed else text
+
+
 class ResultFacts:
     """What came after the action of a turn, kept with the assistant's first message; changed as `ActionFacts` are.
 
@@ -208,7 +258,7 @@ class ResultFacts:
         hash: Python's hash of the result.
         size: length of the result, in characters.
         lines: number of line ends in the result, or -1 if some may be escaped.
-        images: as in `Turn`.
+        images: a digest of the images beside results; empty for none. See `Part`.
         head: as in `Turn`; None if not known yet, as everything below.
         opening: as in `Turn`.
         failure: as in `Turn`.
@@ -218,26 +268,16 @@ class ResultFacts:
         words: as in `Turn`.
     """
 
-    def __init__(  # noqa: PLR0913  # a record
-        self,
-        ignored: frozenset[str],
-        messages: list[MessageFacts],
-        result: str,
-        images: bytes,
-        units: int,
-        *,
-        returned: bool,
-        marked: bool,
-    ) -> None:
+    def __init__(self, ignored: frozenset[str], messages: list[MessageFacts], result: _Result, units: int) -> None:
         self.ignored = ignored
         self.messages = messages
         self.units = units
-        self.returned = returned
-        self.marked = marked
-        self.hash = hash(result)
-        self.size = len(result)
-        self.lines = count_lines(result)
-        self.images = images
+        self.returned = result.returned
+        self.marked = result.marked
+        self.hash = hash(result.text)
+        self.size = len(result.text)
+        self.lines = count_lines(result.text)
+        self.images = result.images
         self.head: str | None = None
         self.opening: str | None = None
         self.failure: Failure | None = None
@@ -255,103 +295,75 @@ class Turn:
 
     Attributes:
         known: the request shows what the assistant did.
-        in_text: it is a step of a scratchpad; see `scratchpad.py`.
         referenced: the request refers to what the assistant did.
+        answered: something follows before the assistant's next message; else no request ended with this turn.
     """
 
-    def __init__(  # noqa: PLR0913  # all that tells a turn
-        self,
-        reading: Reading,
-        start: int,
-        place: int,
-        end: int,
-        message: Message | None = None,
-        behind: list[Message] | None = None,
+    def __init__(
+        self, reading: Reading, group: Group, message: Message | None = None, behind: list[Message] | None = None
     ) -> None:
-        """Take messages, by their indexes.
-
-        Args:
-            reading: reads them.
-            start: of the assistant's first one; -1 if the server keeps it, and for messages in a text.
-            place: of its last one.
-            end: behind the last one of the turn.
-            message: the assistant's in a text.
-            behind: the messages behind that, newest first.
-        """
-        facts = reading.conversation.find_facts(place) if place >= 0 else None
-        self.in_text = reading.in_text
+        """Take messages; those in a text are `message`, the assistant's, and `behind` it, newest first."""
+        facts = group.facts
+        self.answered = group.answered
         self.referenced = facts is not None and facts.refers
-        if self.referenced and start < place:
-            others = reading.conversation.list_facts(start, place)
-            self.referenced = False not in [each.refers for each in others if each.joins]
+        if self.referenced and group.start < group.place:
+            shown = reading.conversation.list_facts(group.start, group.place + 1)
+            self.referenced = False not in [each.refers for each in shown if each.joins]
         self.known = (facts is not None or message is not None) and not self.referenced
-        self._holder = facts if start == place or facts is None else reading.conversation.find_facts(start)
         self._reading = reading
-        self._start = start
-        self._place = place
-        self._end = end
-        self._message = message
-        self._behind = behind
+        self._group = group
         self._did: ActionFacts | None = None
         self._came: ResultFacts | None = None
+        self._message = message
+        self._behind = behind
         self._action: AssistantAction | None = None
-        self._result: str | None = None
+        self._result: _Result | None = None
         self._normalizes: bool | None = None
         self._normal: str | None = None
         self._evidence = -1
         self._reduced: Reduced | None = None
-        self._ids: set[str] = set()
-        self._images = b""
-        self._returned = self._marked = self._needs_whole = False
+
+    @property
+    def in_text(self) -> bool:
+        """Whether it is a step of a scratchpad; see `scratchpad.py`."""
+        return self._reading.in_text
 
     def _list_others(self, end: int) -> list[MessageFacts]:
         """The facts of the messages behind the first one, before an index."""
-        return self._reading.conversation.list_facts(self._start + 1, end) if end > self._start + 1 else []
-
-    def _are_others(self, messages: list[MessageFacts], names: tuple[str, ...]) -> bool:
-        """Whether these are the other messages of an action; without names, it was also sought in what follows."""
-        if names and not messages:
-            return self._start == self._place
-        return messages == self._list_others(self._place + 1 if names else self._end)
+        start = self._group.start
+        return self._reading.conversation.list_facts(start + 1, end) if end > start + 1 else []
 
     def _open(self) -> Message | None:
         """The assistant's message; None if the server keeps it."""
-        if self._message is None and self._place >= 0:
-            self._message = self._reading.conversation.open_group(self._start, self._place)
+        group = self._group
+        if self._message is None and group.place >= 0:
+            self._message = self._reading.conversation.open_group(group.start, group.place)
         return self._message
 
     def _list_behind(self) -> list[Message]:
         """The messages behind the assistant's, newest first."""
         if self._behind is None:
-            conversation = self._reading.conversation
-            places = [(at, conversation.find_facts(at).speaker) for at in range(self._end - 1, self._place, -1)]
+            conversation, group = self._reading.conversation, self._group
+            places = [(at, conversation.find_facts(at).speaker) for at in range(group.end - 1, group.place, -1)]
             self._behind = [Message(conversation.shape, speaker, at, conversation) for at, speaker in places if speaker]
         return self._behind
-
-    @property
-    def answered(self) -> bool:
-        """Whether something follows before the assistant's next message; else no request ended with this turn."""
-        if self._behind is not None:
-            return bool(self._behind)
-        conversation = self._reading.conversation
-        for place in range(self._place + 1, self._end):  # noqa: SIM110  # takes a fifth of the time of a list
-            if conversation.find_facts(place).speaker:
-                return True
-        return False
 
     @property
     def did(self) -> ActionFacts:
         """What the assistant did; nothing if that is unknown."""
         if self._did is None:
-            holder, ignored = self._holder, self._reading.ignored
+            group, ignored = self._group, self._reading.ignored
+            holder = group.facts
             kept = holder.action if holder is not None else None
-            if isinstance(kept, ActionFacts) and kept.ignored is ignored and self._are_others(kept.messages, kept.names):
-                INSPECTION.take(kept.units)
-                self._did = kept
-                return kept
+            if isinstance(kept, ActionFacts) and kept.ignored is ignored:
+                end = group.place + 1 if kept.names else group.end  # without names, it was also sought in what follows
+                if kept.messages == self._list_others(end):
+                    INSPECTION.take(kept.units)
+                    self._did = kept
+                    return kept
             left = INSPECTION.left
             action = self._action = self._read_action()
-            others = self._list_others(self._place + 1 if action.names else self._end)
+            others = self._list_others(group.place + 1 if action.names else group.end)
             made = self._did = ActionFacts(ignored, others, action, left - INSPECTION.left)
             small = len(action.names) <= _MOST_NAMES_KEPT and sum([len(name) for name in action.names]) <= _LONGEST_NAMES_KEPT
             if holder is not None and small:
@@ -375,7 +387,7 @@ class Turn:
         """What came after the action."""
         if self._came is None:
             _ = self.did
-            holder, ignored, others = self._holder, self._reading.ignored, self._list_others(self._end)
+            holder, ignored, others = self._group.facts, self._reading.ignored, self._list_others(self._group.end)
             kept = holder.result if holder is not None else None
             if isinstance(kept, ResultFacts) and kept.ignored is ignored and kept.messages == others:
                 INSPECTION.take(kept.units)
@@ -383,9 +395,8 @@ class Turn:
                 return kept
             left = INSPECTION.left
             result = self._result = self._read_result()
-            units, images, returned, marked = left - INSPECTION.left, self._images, self._returned, self._marked
-            self._came = ResultFacts(ignored, others, result, images, units, returned=returned, marked=marked)
-            if holder is not None and not self._needs_whole:
+            self._came = ResultFacts(ignored, others, result, left - INSPECTION.left)
+            if holder is not None and not result.whole:
                 holder.result = self._came
         return self._came
 
@@ -414,15 +425,19 @@ class Turn:
             INSPECTION.left = left
         return self._action
 
-    @property
-    def result(self) -> str:
-        """Everything after the action, as one text."""
+    def _open_result(self) -> _Result:
+        """What came after the action, in full."""
         _ = self.came
         if self._result is None:
             left = INSPECTION.recall()
             self._result = self._read_result()
             INSPECTION.left = left
         return self._result
+
+    @property
+    def result(self) -> str:
+        """Everything after the action, as one text."""
+        return self._open_result().text
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -440,19 +455,9 @@ class Turn:
         return self.did.hash
 
     @property
-    def action_size(self) -> int:
-        """The length of the action, in bytes."""
-        return self.did.size
-
-    @property
     def returned(self) -> bool:
         """Whether tools returned anything."""
         return self.came.returned
-
-    @property
-    def images(self) -> bytes:
-        """A digest of the images beside results; empty for none. See `Part`."""
-        return self.came.images
 
     @property
     def head(self) -> str:
@@ -582,9 +587,8 @@ class Turn:
 
     def identify(self) -> bytes:
         """What distinguishes this turn from equal ones: all that the assistant wrote, including thoughts, and ids."""
-        _ = self.result  # which collects the ids
         message = self._open()
-        return _encode([message.list_values() if message is not None else None, sorted(self._ids)])
+        return _encode([message.list_values() if message is not None else None, sorted(self._open_result().ids)])
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
@@ -600,7 +604,6 @@ class Turn:
                 self.evidence,
                 self.words,
                 self.failure_id,
-                self.action_size,
             )
         return self._reduced
 
@@ -609,26 +612,27 @@ class Turn:
         behind = self._list_behind()[::-1]
         return [message for message in behind if message.speaker not in HARNESS] or behind
 
-    def _read_result(self) -> str:
+    def _read_result(self) -> _Result:
         """Results in the order of their calls, each once, then anything else that was said, except by the harness."""
+        made = _Result()
         results: list[tuple[str, str]] = []
         others: list[str] = []
         images: list[bytes] = []
         for part in self.parts:  # results of the server's own tools are in the assistant's message
             if part.kind == RESULT:
-                results.append(self._read_one(part, len(results)))
+                results.append(made.read(part, len(results)))
         for message in self._list_heard():
             for part in message.take_parts():
                 if part.images is not ABSENT:
                     images.append(digest_images(part))
                 if part.kind == RESULT:
-                    results.append(self._read_one(part, len(results)))
+                    results.append(made.read(part, len(results)))
                 else:
-                    self._needs_whole |= part.kind == OTHER and part.value is ABSENT
+                    made.whole |= part.kind == OTHER and part.value is ABSENT
                     others.append(strike_injected(_write_said(message, part, self._reading.document)))
-        self._returned = any(text for _, text in results) or len(images) > 0
-        self._images = digest(b"".join(sorted(set(images)))) if images else b""
-        if self._returned:
+        made.returned = any(text for _, text in results) or len(images) > 0
+        made.images = digest(b"".join(sorted(set(images)))) if images else b""
+        if made.returned:
             others = [text for text in others if not is_injected(text)]
         known = [text for text in others if not INJECTED_TAGS.issuperset(find_wrappers(text) or [""])]
         if results or known:
@@ -637,15 +641,8 @@ class Turn:
             places = self.action.places
             ranked = sorted([(places.get(identity, len(places)), text) for identity, text in results])
             results = [("", text) for _, text in dict.fromkeys(ranked)]
-        return _NEXT.join([*[text for _, text in results], *[text for text in others if text]])
-
-    def _read_one(self, part: Part, number: int) -> tuple[str, str]:
-        """The id of a result's call, and the result."""
-        self._marked = self._marked or part.failed
-        if part.id:
-            self._ids.add(part.id)
-        text = strike_injected(read_result(part.value))
-        return part.id or number_id(number), FAILURE_MARK + text if part.failed else text
+        made.text = _NEXT.join([*[text for _, text in results], *[text for text in others if text]])
+        return made
 
 
 class Reduced(NamedTuple):
@@ -662,7 +659,6 @@ class Reduced(NamedTuple):
         evidence: see `Turn`.
         words: see `Turn`.
         failure_id: see `Turn`.
-        action_size: see `Turn`; from a ring, 0.
     """
 
     known: bool
@@ -675,7 +671,6 @@ class Reduced(NamedTuple):
     evidence: int = 0
     words: bytes = b""
     failure_id: bytes = b""
-    action_size: int = 0
 
     def show(self, most: int) -> str:
         """The hashes of action and result in a line, because only these were kept."""
@@ -842,7 +837,7 @@ def _strike(text: str, start: str, end: str) -> str:
 
 def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
     """The turns of the conversation in a document, newest first."""
-    return Reading(conversation, document, ignored).read_turns()
+    return Reading(conversation, document, ignored, MAX_STEPS)
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:

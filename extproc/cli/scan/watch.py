@@ -358,7 +358,7 @@ class Watch:
         for turn in list(islice(self._list_turns(), min(count, _MOST_SHOWN)))[::-1]:
             kept, text, sizes = turn.reduce(), "", (0, 0)
             if isinstance(turn, Turn):
-                sizes = turn.action_size, len(turn.result.encode("utf-8", "surrogatepass"))
+                sizes = turn.did.size, len(turn.result.encode("utf-8", "surrogatepass"))
                 text = turn.show(_SHOWN) if self._judging.show else ""
             shown.append(ShownTurn(kept.action_hash.hex()[:8], sizes[0], kept.normalized.hex()[:8], sizes[1], text))
         return shown
