@@ -119,7 +119,7 @@ class ChainPlace:
         if known is None:
             links, unlinked = [digest(first_words or _NO_FIRST_WORDS, _ID)], turns
         else:
-            links, unlinked = known.links, turns[known.depth :]
+            links, unlinked = known.share(), turns[known.depth :]
         for turn in unlinked:
             for hashed in turn.hashes:
                 links.append(digest(links[-1] + hashed, _ID))
@@ -138,8 +138,12 @@ class ChainPlace:
 
     @property
     def links(self) -> list[bytes]:
-        """The links behind each message, oldest first; the first stands for the user's. A place that continues it appends."""
-        return self._links if len(self._links) == self._count else self._links[: self._count]
+        """The links behind each message that it shows, oldest first; the first one stands for the user's first message."""
+        return self._links[: self._count]
+
+    def share(self) -> list[bytes]:
+        """The same for a place that continues this one, and adds its own; others do not see these."""
+        return self._links if len(self._links) == self._count else self.links
 
     def identify(self, kind: int) -> bytes:
         """8 bytes that distinguish the request from others of its conversation; `kind` is below 256."""

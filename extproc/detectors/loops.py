@@ -45,6 +45,7 @@ from extproc.detectors.turn import (
     AnyTurn,
     Reading,
     Reduced,
+    ShownTurns,
     Turn,
     decode_turn,
     digest,
@@ -332,8 +333,10 @@ class TurnRule:
         """
         conversation = open_conversation(document)
         cuts = document.shortened and conversation.shape.joins is not None
-        reading = Reading(conversation, document, self._ignored, self.most + cuts)
-        turns = leave_out_last(reading) if cuts else reading
+        reading = Reading(conversation, document, self._ignored)
+        turns: Iterator[Turn] = ShownTurns(reading, self.most + cuts)
+        if cuts:
+            turns = leave_out_last(turns)
         history = History(turns, reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
         if not conversation.elsewhere and not history.shows_newest():
             history.elsewhere = True

@@ -86,85 +86,28 @@ _starts: Final = [blake2b(digest_size=size or 1).copy for size in range(17)]
 
 
 class Reading:
-    """Reads the turns of one conversation, newest first.
+    """Reads the turns of one conversation.
 
     Attributes:
         conversation: the conversation.
         document: the document that contains it.
         ignored: names of arguments that are thoughts.
         hints: whether tools only read, by name; None until they are needed.
-        in_text: the newest message is a scratchpad.
         left: number of characters of results that may still be normalized.
         newest: the newest message, except a prefill; None if there is none.
+        unfolded: the messages that stand for it if it is a scratchpad, else at most itself.
+        in_text: it is a scratchpad.
     """
 
-    def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str], most: int) -> None:
-        """Begin with the newest turn; `most` is the number of turns to read."""
+    def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
         self.conversation = conversation
         self.document = document
         self.ignored = ignored
         self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
-        self._number = 1 if conversation.prefilled else 0
-        self._left_out = most
-        self._newer: Turn | None = None
         newest = self.newest = conversation.open_newest()
-        unfolded = unfold(newest) if newest is not None and newest.speaker in {USER, ASSISTANT} else []
-        self.in_text = len(unfolded) > 1
-        self._behind: list[Message] = []
-        self._messages: Iterator[Message] = iter(unfolded)
-        if self.in_text:
-            messages = conversation.read_backwards()
-            for message in messages:
-                if newest is not None and message.place == newest.place:
-                    break
-            self._messages = chain(unfolded, messages)
-
-    def __iter__(self) -> Iterator[Turn]:
-        """Turns are read only once."""
-        return self
-
-    def __next__(self) -> Turn:
-        """The next older turn."""
-        if self._left_out and self.newest is not None:
-            self._left_out -= 1
-            while (turn := self._read_step() if self.in_text else self._read_shown()) is not None:
-                if not _is_thought(turn, self._newer):
-                    self._newer = turn
-                    return turn
-        raise StopIteration
-
-    def _read_shown(self) -> Turn | None:
-        """The turn before those that were read; the last may be one whose action is not shown."""
-        conversation, number = self.conversation, self._number
-        if number < 0:
-            return None
-        group = conversation.find_group(number)
-        if group is not None:
-            self._number += 1
-            return Turn(self, group)
-        self._number = -1
-        conversation.check_count()
-        unknown = conversation.elsewhere
-        if self._newer is None and self.newest is not None:  # if the newest message has results, there was an action
-            unknown = unknown or RESULT in [part.kind for part in self.newest.read_parts()]
-        if unknown and not self.document.shortened:
-            oldest = conversation.find_group(number - 1) if number else None
-            end = oldest.start if oldest is not None else len(conversation)
-            for place in range(end):
-                if conversation.find_facts(place).speaker:
-                    return Turn(self, Group(-1, -1, end, None, answered=True))
-        return None
-
-    def _read_step(self) -> Turn | None:
-        """The turn before those that were read, of messages some of which are parts of a text."""
-        for message in self._messages:
-            if message.speaker != ASSISTANT:
-                self._behind.append(message)
-                continue
-            behind, self._behind = self._behind, []
-            return Turn(self, Group(-1, -1, -1, None, answered=len(behind) > 0), message, behind)
-        return None
+        self.unfolded = unfold(newest) if newest is not None and newest.speaker in {USER, ASSISTANT} else []
+        self.in_text = len(self.unfolded) > 1
 
     def count_turns(self, most: int) -> int:
         """The number of turns, up to this many, if all but the newest were answered; -1 if they have to be read to know."""
@@ -185,6 +128,74 @@ class Reading:
         if newest is None or newest.speaker != USER:
             return ""
         return "".join(list_texts(newest.read_parts()))
+
+
+class ShownTurns:
+    """The turns of a reading, newest first, read on demand. A reading must not refer to turns, which refer to it."""
+
+    def __init__(self, reading: Reading, most: int) -> None:
+        """Begin with the newest turn; `most` is the number of turns to read."""
+        self._reading = reading
+        self._left = most if reading.newest is not None else 0
+        self._number = 1 if reading.conversation.prefilled else 0
+        self._newer: Turn | None = None
+        self._behind: list[Message] = []
+        self._messages: Iterator[Message] = iter(())
+        if reading.in_text:
+            messages = reading.conversation.read_backwards()
+            next(messages)
+            if reading.conversation.prefilled:
+                next(messages)
+            self._messages = chain(reading.unfolded, messages)
+
+    def __iter__(self) -> Iterator[Turn]:
+        """Turns are read only once."""
+        return self
+
+    def __next__(self) -> Turn:
+        """The next older turn."""
+        while self._left:
+            turn = self._read_step() if self._reading.in_text else self._read_shown()
+            if turn is None:
+                break
+            if not _is_thought(turn, self._newer):
+                self._left -= 1
+                self._newer = turn
+                return turn
+        raise StopIteration
+
+    def _read_shown(self) -> Turn | None:
+        """The turn before those that were read; the last may be one whose action is not shown."""
+        reading, number = self._reading, self._number
+        conversation = reading.conversation
+        if number < 0:
+            return None
+        group = conversation.find_group(number)
+        if group is not None:
+            self._number += 1
+            return Turn(reading, group)
+        self._number = -1
+        conversation.check_count()
+        unknown = conversation.elsewhere
+        if self._newer is None and reading.newest is not None:  # if the newest message has results, there was an action
+            unknown = unknown or RESULT in [part.kind for part in reading.newest.read_parts()]
+        if unknown and not reading.document.shortened:
+            oldest = conversation.find_group(number - 1) if number else None
+            end = oldest.start if oldest is not None else len(conversation)
+            for place in range(end):
+                if conversation.find_facts(place).speaker:
+                    return Turn(reading, Group(-1, -1, end, None, answered=True))
+        return None
+
+    def _read_step(self) -> Turn | None:
+        """The turn before those that were read, of messages some of which are parts of a text."""
+        for message in self._messages:
+            if message.speaker != ASSISTANT:
+                self._behind.append(message)
+                continue
+            behind, self._behind = self._behind, []
+            return Turn(self._reading, Group(-1, -1, -1, None, answered=len(behind) > 0), message, behind)
+        return None
 
 
 def _is_thought(turn: Turn, newer: Turn | None) -> bool:
@@ -837,7 +848,7 @@ def _strike(text: str, start: str, end: str) -> str:
 
 def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
     """The turns of the conversation in a document, newest first."""
-    return Reading(conversation, document, ignored, MAX_STEPS)
+    return ShownTurns(Reading(conversation, document, ignored), MAX_STEPS)
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
