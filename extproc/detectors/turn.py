@@ -213,7 +213,6 @@ class ActionFacts:
         hash: as in `Turn`.
         size: length of the action, in bytes.
         calls: as in `Turn`.
-        role: see `find_role`; -1 if not known yet.
         units: units that it takes to read the action; see `Inspection`.
     """
 
@@ -224,7 +223,6 @@ class ActionFacts:
         self.hash = digest(action.spelled) if action.spelled else bytes(_DIGEST)
         self.size = action.size
         self.calls = bool(action.places)
-        self.role = -1
         self.units = units
 
 
@@ -242,7 +240,7 @@ class _Result:
 
     def __init__(self) -> None:
         self.text = ""
-        self.ids: set[str] = set()
+        self.ids: list[str] = []
         self.images = b""
         self.returned = False
         self.marked = False
@@ -252,7 +250,7 @@ class _Result:
         """The id of a result's call, and the result."""
         self.marked = self.marked or part.failed
         if part.id:
-            self.ids.add(part.id)
+            self.ids.append(part.id)
         text = strike_injected(read_result(part.value))
         return part.id or number_id(number), FAILURE_MARK + text if part.failed else text
 
@@ -559,9 +557,7 @@ class Turn:
             reading, did, came = self._reading, self.did, self.came
             if reading.hints is None:
                 reading.hints = find_hints(reading.conversation)
-            if did.role < 0:
-                did.role = find_role(did.names, {})
-            flags = find_role(did.names, reading.hints) if reading.hints else did.role
+            flags = find_role(did.names, reading.hints)
             if self.failed:
                 flags = flags & ~CHANGES | _FLAGS.get(self.failure, 0)
                 if self.known and not did.names:
@@ -599,7 +595,7 @@ class Turn:
     def identify(self) -> bytes:
         """What distinguishes this turn from equal ones: all that the assistant wrote, including thoughts, and ids."""
         message = self._open()
-        return _encode([message.list_values() if message is not None else None, sorted(self._open_result().ids)])
+        return _encode([message.list_values() if message is not None else None, sorted(set(self._open_result().ids))])
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""

@@ -55,7 +55,7 @@ from extproc.ext_proc.wire import (
     read_request,
 )
 from extproc.objects import INSPECT_BYTES
-from extproc.request.fingerprint import NO_BODY
+from extproc.request.fingerprint import NO_BODY, Body
 from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc
 from extproc.settings import is_scope
 
@@ -346,7 +346,12 @@ class Stream(Waiting):
         keeps = max(exchange.inspects, exchange.steers) if exchange.state == BUFFERED else exchange.inspects
         content = chunk if len(chunk) <= keeps or (exchange.reads_ends and exchange.is_plain) else None
         encoded = "content-encoding" in exchange.request.headers
-        sums = sum_up(self._service, exchange, chunk) if encoded else NO_BODY.plus(chunk)
+        if encoded:
+            sums = sum_up(self._service, exchange, chunk)
+        elif content is None:
+            sums = NO_BODY.plus(chunk)
+        else:  # it is kept anyway, and detectors that read it need no checksums
+            sums = Body(len(chunk), 0, 1, chunk)
         return judge(self._service, kind, exchange, sums, content=content)
 
     def _on_held(self, kind: str, duplex: Duplex, exchange: Exchange, message: EnvoyMessage) -> MaybeLater:

@@ -49,14 +49,34 @@ _MAX_KNOWN: Final = 1_024
 class Body:
     """Length and checksums of a request body, computed in one pass or chunk by chunk with `plus`; never changed."""
 
-    def __init__(self, length: int, crc32: int, adler32: int) -> None:
+    def __init__(self, length: int, crc32: int, adler32: int, rest: bytes | memoryview = b"") -> None:
+        """Take checksums; `rest` is the end of the body, which they lack, and which is kept until one is asked for."""
         self.length = length
-        self.crc32 = crc32
-        self.adler32 = adler32
+        self._crc32 = crc32
+        self._adler32 = adler32
+        self._rest = rest
 
     def plus(self, chunk: bytes | memoryview) -> Body:
         """The body with `chunk` appended."""
         return Body(self.length + len(chunk), _crc32(chunk, self.crc32), _adler32(chunk, self.adler32))
+
+    def _sum_up(self) -> None:
+        rest, self._rest = self._rest, b""
+        self._crc32, self._adler32 = _crc32(rest, self._crc32), _adler32(rest, self._adler32)
+
+    @property
+    def crc32(self) -> int:
+        """The CRC32, as zlib has it."""
+        if self._rest:
+            self._sum_up()
+        return self._crc32
+
+    @property
+    def adler32(self) -> int:
+        """The Adler-32."""
+        if self._rest:
+            self._sum_up()
+        return self._adler32
 
 
 NO_BODY: Final = Body(0, 0, 1)
