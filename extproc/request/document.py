@@ -43,6 +43,9 @@ MAX_VALUES: Final = 250_000
 _MAX_TEXTS: Final = 100_000
 """Maximum number of texts with commas in a body whose values are counted."""
 
+_PIECE: Final = 65_536
+"""Bytes of a body to search at once. In so many, removing rare bytes takes a quarter of the time of counting them."""
+
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in b'",'])
 """All bytes except quotes and commas."""
 
@@ -295,9 +298,16 @@ def check_containers(data: bytes | memoryview | str) -> None:
 
 def holds_many(data: bytes) -> bool:
     """Whether JSON has more than MAX_CONTAINERS objects and arrays, or more than MAX_VALUES commas outside of texts."""
-    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-        return True
-    if data.count(b",") <= MAX_VALUES:
+    containers = commas = 0
+    for start in range(0, len(data), _PIECE):
+        piece = data[start : start + _PIECE]
+        size = len(piece)
+        containers += 2 * size - len(piece.replace(b"[", b"")) - len(piece.replace(b"{", b""))
+        if containers > MAX_CONTAINERS:
+            return True
+        if commas <= MAX_VALUES:
+            commas += size - len(piece.replace(b",", b""))
+    if commas <= MAX_VALUES:
         return False
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # from left to right, as parsers do
