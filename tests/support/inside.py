@@ -48,7 +48,7 @@ IMPORTED = {
     """,
     "detectors": """
         actions alike arguments base canonical causes chain failures keys loops own_answers results schemas
-        similar_turns tail tool_calls tools turn turns
+        tail tool_calls tools turn turns
     """,
     "engine": """
         engine exchange guards handover orders plan ramp recording settlements
