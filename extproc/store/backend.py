@@ -11,8 +11,11 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, Final
 
+from redis.exceptions import AskError, MovedError, NoScriptError, RedisError, TryAgainError
+
 from extproc.errors import StoreError
-from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, blame_bug, explain_refusal
+from extproc.store.client import AnyLink
+from extproc.store.link import RedisReply, ServerAddress, blame_bug, explain_refusal
 from extproc.store.pending import Pending
 from extproc.store.resp import write_keys, write_word
 from extproc.store.rules.windows import Hit
@@ -80,7 +83,7 @@ class _PendingBatch(Pending):
     def __init__(self, calls: int) -> None:
         super().__init__()
         self.answers: list[Any] = [None] * calls
-        self.refused: list[tuple[_ScriptBatch, ErrorReply]] = []
+        self.refused: list[tuple[_ScriptBatch, RedisError]] = []
         self.unanswered = 0
         self._work: asyncio.Task[None] | None = None
 
@@ -166,7 +169,7 @@ class RedisBackend:
 
     def _send(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> bool:
         """Ask all servers at the same time; returns False, with nothing sent, if a connection is not open."""
-        parts: dict[Link, list[_ScriptBatch]] = {}
+        parts: dict[AnyLink, list[_ScriptBatch]] = {}
         for group in groups:
             link = self._topology.get(group.tag)
             if link is None:
@@ -184,7 +187,7 @@ class RedisBackend:
             return
         try:
             for group, reply in zip(groups, replies.result(), strict=True):
-                if isinstance(reply, ErrorReply):
+                if isinstance(reply, RedisError):
                     batch.refused.append((group, reply))
                 else:
                     _read(group, reply, batch.answers)
@@ -204,29 +207,28 @@ class RedisBackend:
             await self._ask_again(group, error, batch.answers)
         batch.settle(batch.answers)
 
-    async def _ask_again(self, group: _ScriptBatch, error: ErrorReply, answers: list[Any]) -> None:
+    async def _ask_again(self, group: _ScriptBatch, error: RedisError, answers: list[Any]) -> None:
         """Ask again for what a server rejected without running anything; raises StoreError if there is no other way."""
-        word = error.word
-        if word == "NOSCRIPT":  # a new primary, or SCRIPT FLUSH
+        if isinstance(error, NoScriptError):  # a new primary, or SCRIPT FLUSH
             link = await self._topology.find(group.tag)
             [reply] = await link.send(self._pack(group, whole=True), 1)
             _read(group, reply, answers)
-        elif word == "MOVED":
-            place = _read_address(error)
+        elif isinstance(error, MovedError):
+            place = ServerAddress(error.host, error.port)
             self._topology.move(group.tag, place)
             link = await self._topology.at(place)
             [reply] = await link.send(self._pack(group, whole=True), 1)
             _read(group, reply, answers)
-        elif word == "ASK" and len(group.list_keys()) == 1:  # the slot is moving to another server
-            link = await self._topology.at(_read_address(error))
+        elif isinstance(error, AskError) and len(group.list_keys()) == 1:  # the slot is moving to another server
+            link = await self._topology.at(ServerAddress(error.host, error.port))
             _, reply = await link.send(_ASKING + self._pack(group, whole=True), 2)
             _read(group, reply, answers)
-        elif word in ("ASK", "TRYAGAIN") and len(group.list_keys()) > 1:  # some keys have moved, some not
+        elif isinstance(error, AskError | TryAgainError) and len(group.list_keys()) > 1:  # some keys have moved, some not
             link = await self._topology.find(group.tag)
             singles = group.split()
             replies = await link.send(b"".join([self._pack(single) for single in singles]), len(singles))
             for single, reply in zip(singles, replies, strict=True):
-                if isinstance(reply, ErrorReply):
+                if isinstance(reply, RedisError):
                     await self._ask_again(single, reply, answers)
                 else:
                     _read(single, reply, answers)
@@ -249,18 +251,10 @@ class RedisBackend:
 
 
 def _read(group: _ScriptBatch, reply: RedisReply, answers: list[Any]) -> None:
-    if isinstance(reply, ErrorReply):
+    if isinstance(reply, RedisError):
         raise explain_refusal(reply)
     for position, answer in zip(group.positions, group.script.read(reply, len(group.positions)), strict=True):
         answers[position] = answer
-
-
-def _read_address(error: ErrorReply) -> ServerAddress:
-    """The last word of `MOVED 1234 10.0.0.1:6379` or of an ASK reply."""
-    host, _, port = str(error).rpartition(" ")[2].rpartition(":")
-    if not (port.isascii() and port.isdecimal()):
-        raise explain_refusal(error)
-    return ServerAddress(host, int(port))
 
 
 def find_part(key: str, tags: int) -> int:

@@ -1,25 +1,24 @@
-"""Opens a store in Redis or Valkey by its URL: one server, Sentinel or Cluster; TLS, ACL users, Unix sockets."""
+"""Opens a store in Redis or Valkey by its URL: one server, Sentinel or Cluster. The names of options are redis-py's."""
 # interpreted: used only at the start
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from redis.credentials import CredentialProvider
+from redis.asyncio.connection import parse_url
+from redis.exceptions import RedisError
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import redact_url
-from extproc.store.client import Access
-from extproc.store.credentials import PasswordCredentials, ProvidedCredentials
+from extproc.store.client import Access, make_access
+from extproc.store.credentials import FileCredentials, ProvidedCredentials
 from extproc.store.link import ServerAddress
 from extproc.store.remote import RemoteStore
-from extproc.store.topology import ClusterLayout, Layout, SentinelServer, SingleLayout, SingleServer
+from extproc.store.topology import ClusterLayout, Layout, SingleLayout
 
 TAGS = 16
 """Number of hash tags over which a cluster's keys are spread: a batch needs few commands, and still reaches every primary."""
@@ -28,6 +27,32 @@ MAX_TAGS = 256
 """Number of values of the two hex digits at the end of every key."""
 
 DEFAULT_PREFIX = "loopguard:"
+
+_OWN = ("prefix", "credential_provider", "client")
+_REDIS_PY = (
+    "username",
+    "password",
+    "protocol",
+    "client_name",
+    "socket_connect_timeout",
+    "socket_keepalive",
+    "health_check_interval",
+)
+"""Options of redis-py's that make sense here. Those that try a command again would count twice."""
+
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_TLS = (
+    *_FILES,
+    "ssl_password",
+    "ssl_ca_path",
+    "ssl_ca_data",
+    "ssl_cert_reqs",
+    "ssl_check_hostname",
+    "ssl_min_version",
+    "ssl_ciphers",
+    "ssl_include_verify_flags",
+    "ssl_exclude_verify_flags",
+)
 
 
 class _StoreUrl:
@@ -38,26 +63,21 @@ class _StoreUrl:
         self._url = url
         try:
             parts = urlsplit(url)
+            self.scheme, _, self.kind = parts.scheme.partition("+")
+            secret, at, listed = parts.netloc.rpartition("@")
+            self.arguments = dict(parse_url(f"{self.scheme}://{secret}{at}?{parts.query}"))
+            self.arguments.pop("connection_class", None)
         except ValueError as error:
-            raise self.explain(str(error)) from None
-        self.scheme, _, self.kind = parts.scheme.partition("+")
-        secret, _, listed = parts.netloc.rpartition("@")
-        user, _, password = secret.partition(":")
-        self.user, self.password = unquote(user), unquote(password)
+            raise self.explain("a character is invalid" if "netloc" in str(error) else str(error)) from None
         self.hosts = [self._parse_place(item) for item in listed.split(",") if item]
         self.path = unquote(parts.path.strip("/"))
-        self.options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if parts.fragment:
             raise self.explain("it must not contain #; in a password, write %23")
-        own = ("db",) if self.scheme == "unix" else ("tags",) if self.kind == "cluster" else ()
-        known = ("prefix", "credential_provider", *own, *(self.read_tls_options()))
-        unknown = [name for name in self.options if name not in known]
-        if unknown:
+        own = (*_OWN, *(("tags",) if self.kind == "cluster" else ("db",)))
+        known = (*own, *_REDIS_PY, *(_TLS if self.scheme == "rediss" else ()))
+        if any(name not in known for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
             raise self.explain(f"unknown option; known options: {', '.join(known)}")
-
-    def read_tls_options(self) -> tuple[str, ...]:
-        """The TLS options of the URL."""
-        return ("ca", "cert", "key") if self.scheme == "rediss" else ()
+        self.own = {name: str(self.arguments.pop(name)) for name in (*_OWN, "tags", "db") if name in self.arguments}
 
     def _parse_place(self, text: str) -> ServerAddress:
         try:
@@ -73,43 +93,49 @@ class _StoreUrl:
             raise self.explain(f"{what} must be a number from {least}")
         return int(text)
 
+    def make_access(self, database: str = "") -> Access:
+        """How its servers are reached; `database` is the one of the path."""
+        given = self.arguments
+        if number := self.parse_number(database or self.own.get("db", "0"), "the database"):
+            given["db"] = number
+        for name in _FILES:
+            if name in given and not Path(str(given[name])).is_file():
+                raise self.explain(f"{name}: there is no file {given[name]}")
+        if "ssl_keyfile" in given and "ssl_certfile" not in given:
+            raise self.explain("ssl_keyfile needs ssl_certfile")
+        client = self.own.get("client", "")
+        if client not in ("", "redis-py"):
+            raise self.explain("client must be redis-py; without it, requests take Loopguard's own exchange, which costs less")
+        try:
+            return make_access(self.scheme, given, library=client != "")
+        except OSError as error:
+            raise self.explain(f"the files of TLS must be PEM files that belong together ({error.strerror or error})") from None
+        except (RedisError, TypeError, ValueError) as error:
+            raise self.explain(str(error)) from None
+
+    def choose_credentials(self, settings: Settings) -> None:
+        """Take a credential provider or, if the URL has no password, the one of the settings."""
+        given, file, name = self.arguments, settings.store_password_file, self.own.get("credential_provider")
+        user = str(given.get("username", ""))
+        credentials = FileCredentials(user, file) if file else None
+        password = given.get("password") or (settings.store_password if credentials is None else "")
+        if name is not None:
+            if user or password or file:
+                raise self.explain("credential_provider replaces user and password; give one or the other")
+            given["credential_provider"] = ProvidedCredentials(name)
+        elif password:
+            given["password"] = password
+        elif credentials is not None and (credentials.has_password or not user):
+            given.pop("username", None)
+            given["credential_provider"] = credentials
+        elif user:
+            raise self.explain(
+                "a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file"
+            )
+
     def explain(self, message: str) -> UsageError:
         """An error about this URL, without its password."""
         return UsageError(f"cannot use store {redact_url(self._url)}: {message}")
-
-
-def _choose_credentials(url: _StoreUrl, settings: Settings) -> CredentialProvider | None:
-    """The URL's credentials, or the password in the URL or the settings; None if there is none."""
-    name, file = url.options.get("credential_provider"), settings.store_password_file
-    password = url.password or ("" if file else settings.store_password)
-    if name is not None:
-        if url.user or password or file:
-            raise url.explain("credential_provider replaces user and password; give one or the other")
-        return ProvidedCredentials(name)
-    chosen = PasswordCredentials(url.user, password, file)
-    if url.user and not chosen.has_password():
-        raise url.explain(
-            "a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file"
-        )
-    return chosen if password or file else None
-
-
-def _make_tls(url: _StoreUrl) -> ssl.SSLContext | None:
-    if url.scheme != "rediss":
-        return None
-    given = [(name, url.options[name]) for name in url.read_tls_options() if name in url.options]
-    for name, path in given:
-        if not Path(path).is_file():
-            raise url.explain(f"{name}: there is no file {path}")
-    if "key" in url.options and "cert" not in url.options:
-        raise url.explain("key needs cert")
-    try:
-        context = ssl.create_default_context(cafile=url.options.get("ca"))
-        if "cert" in url.options:
-            context.load_cert_chain(url.options["cert"], url.options.get("key"))
-    except (ssl.SSLError, OSError) as error:
-        raise url.explain(f"ca, cert and key must be PEM files that belong together ({error.strerror or error})") from None
-    return context
 
 
 def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
@@ -119,48 +145,48 @@ def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
         UsageError: the URL is invalid.
     """
     parts = _StoreUrl(url)
-    prefix = parts.options.get("prefix", DEFAULT_PREFIX)
-    access = Access(_choose_credentials(parts, settings), _make_tls(parts))
-    layout = _LAYOUTS[parts.kind if parts.scheme != "unix" else "unix"](parts, access)
+    parts.choose_credentials(settings)
+    layout = _LAYOUTS[parts.kind if parts.scheme != "unix" else "unix"](parts)
     whole = settings.on_store_error == "reject"
+    prefix = parts.own.get("prefix", DEFAULT_PREFIX)
     return RemoteStore(layout, prefix, metrics, settings.store_timeout, whole=whole)
 
 
-def _make_single(url: _StoreUrl, access: Access) -> Layout:
+def _make_single(url: _StoreUrl) -> Layout:
     if len(url.hosts) != 1:
         raise url.explain("it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://")
-    access = replace(access, database=url.parse_number(url.path or "0", "the database"))
-    return SingleLayout(str(url.hosts[0]), lambda: SingleServer(url.hosts[0], access))
+    access = url.make_access(url.path)
+    return SingleLayout(str(url.hosts[0]), access, access.make_pool(url.hosts[0]))
 
 
-def _make_unix(url: _StoreUrl, access: Access) -> Layout:
+def _make_unix(url: _StoreUrl) -> Layout:
     if url.hosts or not url.path:
         raise url.explain("it takes the form unix:///PATH?db=0")
     place = ServerAddress(path=f"/{url.path}")
-    access = replace(access, database=url.parse_number(url.options.get("db", "0"), "db"))
-    return SingleLayout(str(place), lambda: SingleServer(place, access))
+    access = url.make_access()
+    return SingleLayout(str(place), access, access.make_pool(place))
 
 
-def _make_sentinel(url: _StoreUrl, access: Access) -> Layout:
+def _make_sentinel(url: _StoreUrl) -> Layout:
     service, _, database = url.path.partition("/")
     if not url.hosts or not service:
         raise url.explain(f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE")
-    access = replace(access, database=url.parse_number(database or "0", "the database"))
-    return SingleLayout(service, lambda: SentinelServer(url.hosts, service, access))
+    access = url.make_access(database)
+    return SingleLayout(service, access, access.find_primary(url.hosts, service))
 
 
-def _make_cluster(url: _StoreUrl, access: Access) -> Layout:
+def _make_cluster(url: _StoreUrl) -> Layout:
     if not url.hosts or url.path not in ("", "0"):
         raise url.explain(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
-    if "{" in url.options.get("prefix", ""):
+    if "{" in url.own.get("prefix", ""):
         raise url.explain("the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's")
-    tags = url.parse_number(url.options.get("tags", str(TAGS)), "tags", 1)
+    tags = url.parse_number(url.own.get("tags", str(TAGS)), "tags", 1)
     if tags > MAX_TAGS or tags & (tags - 1):
         raise url.explain(f"tags must be a power of two up to {MAX_TAGS}")
-    return ClusterLayout(url.hosts, access, tags)
+    return ClusterLayout(url.hosts, url.make_access(), tags)
 
 
-_LAYOUTS: Mapping[str, Callable[[_StoreUrl, Access], Layout]] = {
+_LAYOUTS: Mapping[str, Callable[[_StoreUrl], Layout]] = {
     "": _make_single,
     "unix": _make_unix,
     "sentinel": _make_sentinel,

@@ -192,7 +192,7 @@ class RemoteStore:
         """Report refusals that were counted here, then drop the connections."""
         self._known_refusals.close()
         await asyncio.gather(*[shard.close() for shard in self._shards.values()], *self._retiring)
-        self._side_connections.drop()
+        await self._layout.close()
 
     def _assign(self) -> None:
         """Open a shard for each server that has keys, and retire shards without keys."""

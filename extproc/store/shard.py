@@ -13,7 +13,6 @@ but not answered may have counted, and is never sent again. Other shards are una
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -154,10 +153,10 @@ class Shard:
         while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110  # at most until a deadline
             await asyncio.sleep(_LAST_LOOK)
         self.trouble = self.trouble or StoreError("closed", kind="closed")
-        if self._probing is not None:
-            self._probing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._probing
+        if (probing := self._probing) is not None:
+            while not probing.done():  # a library may swallow a cancellation
+                probing.cancel()
+                await asyncio.wait([probing], timeout=_PROBE_TIMEOUT)
         if self._clock is not None:
             self._clock.cancel()
         self._backend.drop()

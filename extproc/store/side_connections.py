@@ -1,6 +1,6 @@
-"""Connections to Redis or Valkey for operators' questions, separate from those of requests, so that no request waits.
+"""Questions of operators, over redis-py's own connections, so that no request waits for them.
 
-Each question has a deadline. A failure drops the connections, and the next question opens them again.
+Each question has a deadline, and is never asked twice, unless the server has sent us to another one without an answer.
 """
 # interpreted: waits for a network
 
@@ -11,22 +11,15 @@ import zlib
 from collections.abc import Sequence
 from itertools import count
 
+from redis.exceptions import AskError, RedisError
+
 from extproc.errors import StoreError
-from extproc.store.link import Command, ErrorReply, RedisReply, explain_refusal
-from extproc.store.topology import Layout, ShardServers
+from extproc.store.client import exchange
+from extproc.store.link import Command, RedisReply, explain_refusal
+from extproc.store.topology import Layout
 
 _SECONDS = 2.0
 """Deadline of a question, even for all documents of a board."""
-
-_MOVED = ("MOVED", "ASK")
-
-
-class _SideConnection:
-    """A connection to the server of a part of the keys."""
-
-    def __init__(self, topology: ShardServers) -> None:
-        self.topology = topology
-        self.lock = asyncio.Lock()  # a connection answers one question at a time
 
 
 class SideConnections:
@@ -36,12 +29,6 @@ class SideConnections:
         """Start without connections; every key starts with `prefix`."""
         self._layout = layout
         self._prefix = prefix
-        self._connections: dict[int, _SideConnection] = {}
-
-    def drop(self) -> None:
-        """Drop the connections."""
-        for connection in self._connections.values():
-            connection.topology.drop()
 
     def find_part(self, subject: str) -> int:
         """The part of the key space with a subject's keys."""
@@ -65,37 +52,17 @@ class SideConnections:
         return tags[self.find_part(subject)] if tags else ""
 
     async def ask(self, subject: str, commands: Sequence[Command]) -> list[RedisReply]:
-        """Send commands in one write, perhaps twice; returns their replies, or raises StoreError for an error."""
-        part, tag = self.find_part(subject), self._find_tag(subject)
-        connection = self._connections.get(part)
-        if connection is None:
-            connection = self._connections[part] = _SideConnection(self._layout.open(""))
-        async with connection.lock:
-            try:
-                async with asyncio.timeout(_SECONDS):
-                    return await _ask_twice(connection.topology, tag, commands)
-            except TimeoutError:
-                connection.topology.drop()
-                raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
-            except BaseException:  # unread replies may be left on the connections
-                connection.topology.drop()
-                raise
-
-
-async def _ask_twice(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
-    """Ask, and follow the slot to its new owner if it has moved."""
-    replies = await _ask_once(topology, tag, commands)
-    moved = [reply for reply in replies if isinstance(reply, ErrorReply) and reply.word in _MOVED]
-    if moved:
-        await topology.learn()
-        replies = await _ask_once(topology, tag, commands)
-    for reply in replies:
-        if isinstance(reply, ErrorReply):
-            raise explain_refusal(reply)
-    return replies
-
-
-async def _ask_once(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
-    link = await topology.find(tag)
-    replies: list[RedisReply] = await link.exchange(commands)
-    return replies
+        """Send commands in one write; returns their replies, or raises StoreError, also for an error reply."""
+        tag = self._find_tag(subject)
+        try:
+            async with asyncio.timeout(_SECONDS):
+                replies = await exchange(await self._layout.find(tag), commands)
+                if any(isinstance(reply, AskError) for reply in replies):  # their slot has moved, or is moving
+                    await self._layout.learn()
+                    replies = await exchange(await self._layout.find(tag), commands)
+        except TimeoutError:
+            raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise explain_refusal(reply)
+        return replies

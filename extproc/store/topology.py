@@ -1,4 +1,4 @@
-"""The servers of the keys: one server, the primary that Sentinels name, or a cluster.
+"""The servers of the keys: one server, the primary that Sentinels name, or a cluster, as redis-py finds them.
 
 A layout says which server has which part of the keys. Each shard has connections of its own, by hash tag, which are opened when
 needed. This module never decides that a server is down: it raises an error, that shard's breaker drops the connections, and the
@@ -9,29 +9,24 @@ next probe finds out again which server has the keys.
 from __future__ import annotations
 
 import asyncio
-import binascii
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, Protocol
 
+from redis.asyncio.cluster import ClusterNode, NodesManager
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
 from extproc.errors import StoreError
-from extproc.store.client import Access, connect
-from extproc.store.link import Command, ErrorReply, Link, RedisReply, ServerAddress, explain_refusal
+from extproc.store.client import LOOK_SECONDS, Access, AnyLink, Pool
+from extproc.store.link import ServerAddress, explain
 
-SLOTS = 16_384
-_SENTINEL_SECONDS = 0.25
-
-
-def find_slot(text: str) -> int:
-    """A cluster's hash slot for a tag."""
-    return binascii.crc_hqx(text.encode(), 0) % SLOTS
+_MOST_SHOWN = 3
 
 
 def spread_tags(tags: int) -> tuple[str, ...]:
     """Hash tags whose slots are spread evenly, so that each of any number of primaries gets its share."""
-    width = SLOTS // tags
-    return tuple(next(str(n) for n in count() if find_slot(str(n)) // width == share) for share in range(tags))
+    width = REDIS_CLUSTER_HASH_SLOTS // tags
+    return tuple(next(str(n) for n in count() if key_slot(b"%d" % n) // width == share) for share in range(tags))
 
 
 class ShardServers(Protocol):
@@ -40,13 +35,13 @@ class ShardServers(Protocol):
     tags: Sequence[str]
     """Hash tags over which keys are spread; empty for a single server."""
 
-    def get(self, tag: str) -> Link | None:
+    def get(self, tag: str) -> AnyLink | None:
         """An open connection to the server with the tag's keys; None if it has to be opened first."""
 
-    async def find(self, tag: str) -> Link:
+    async def find(self, tag: str) -> AnyLink:
         """A connection to the server with the tag's keys, opened if necessary."""
 
-    async def at(self, place: ServerAddress) -> Link:
+    async def at(self, place: ServerAddress) -> AnyLink:
         """A connection to a server that another server named."""
 
     def move(self, tag: str, place: ServerAddress) -> None:
@@ -74,6 +69,15 @@ class Layout(Protocol):
     def open(self, owner: str) -> ShardServers:
         """Make the connections of the shard with this name."""
 
+    async def find(self, tag: str) -> Pool:
+        """redis-py's connections to the server with the tag's keys; raises StoreError."""
+
+    async def learn(self) -> None:
+        """Find out which server has which keys; raises StoreError."""
+
+    async def close(self) -> None:
+        """Close redis-py's connections."""
+
 
 class SingleLayout:
     """A layout of one server, which may change."""
@@ -81,38 +85,50 @@ class SingleLayout:
     tags: Sequence[str] = ()
     changes = 0
 
-    def __init__(self, name: str, make: Callable[[], ShardServers]) -> None:
+    def __init__(self, name: str, access: Access, pool: Pool) -> None:
         self.owners: Sequence[str] = (name,)
-        self._make = make
+        self._access = access
+        self._pool = pool
 
     def open(self, owner: str) -> ShardServers:  # noqa: ARG002  # there is one
         """See `Layout`."""
-        return self._make()
+        return SingleServer(self._access, self._pool)
+
+    async def find(self, tag: str) -> Pool:  # noqa: ARG002  # one server has all keys
+        """See `Layout`."""
+        return self._pool
+
+    async def learn(self) -> None:
+        """See `Layout`; redis-py asks the Sentinels at every connect."""
+
+    async def close(self) -> None:
+        """See `Layout`."""
+        await self._pool.aclose()
 
 
 class SingleServer:
-    """One server."""
+    """One server, or the primary that Sentinels name."""
 
     tags: Sequence[str] = ()
 
-    def __init__(self, place: ServerAddress, access: Access) -> None:
-        self._place = place
+    def __init__(self, access: Access, pool: Pool) -> None:
         self._access = access
-        self._link: Link | None = None
+        self._pool = pool
+        self._link: AnyLink | None = None
 
-    def get(self, tag: str) -> Link | None:  # noqa: ARG002  # one server has all keys
+    def get(self, tag: str) -> AnyLink | None:  # noqa: ARG002  # one server has all keys
         """See `ShardServers`."""
         return self._link if self._link is not None and self._link.is_usable() else None
 
-    async def find(self, tag: str) -> Link:
+    async def find(self, tag: str) -> AnyLink:
         """See `ShardServers`."""
         link = self.get(tag)
         if link is None:
             self.drop()
-            link = self._link = await connect(await self._choose(), self._access)
+            link = self._link = await self._access.open(self._pool)
         return link
 
-    async def at(self, place: ServerAddress) -> Link:
+    async def at(self, place: ServerAddress) -> AnyLink:
         """See `ShardServers`; only a cluster redirects its clients."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
@@ -129,47 +145,14 @@ class SingleServer:
         if link is not None:
             link.drop()
 
-    async def _choose(self) -> ServerAddress:
-        return self._place
 
+class _Node(ClusterNode):
+    """A node that redis-py asks for slots, and not for long."""
 
-class SentinelServer(SingleServer):
-    """The primary of a service that Sentinels watch over."""
-
-    def __init__(self, sentinels: Sequence[ServerAddress], service: str, access: Access) -> None:
-        super().__init__(sentinels[0], access)
-        self._sentinels = list(sentinels)
-        self._service = service
-
-    async def _choose(self) -> ServerAddress:
-        """Ask the Sentinels in turn, starting with another one each time: one that was cut off may name a former primary."""
-        errors = []
-        for sentinel in list(self._sentinels):
-            self._sentinels.append(self._sentinels.pop(0))
-            try:
-                async with asyncio.timeout(_SENTINEL_SECONDS):
-                    return await self._ask(sentinel)
-            except StoreError as error:
-                errors.append(str(error))
-            except TimeoutError:
-                errors.append(f"{sentinel}: no answer")
-        raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
-
-    async def _ask(self, sentinel: ServerAddress) -> ServerAddress:
-        command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
-        try:
-            reply = await _query(sentinel, Access(tls=self._access.tls), command)
-        except StoreError as error:
-            if error.kind != "auth":
-                raise
-            reply = await _query(sentinel, Access(self._access.credentials, self._access.tls), command)
-        if reply is None:
-            raise StoreError(f"{sentinel} does not watch {self._service}", kind="sentinel")
-        try:
-            host, port = reply  # type: ignore[misc]  # anything may have come
-            return ServerAddress(host.decode(), int(port))  # type: ignore[union-attr]
-        except (AttributeError, TypeError, ValueError):
-            raise StoreError(f"{sentinel} names no server", kind="sentinel") from None
+    async def execute_command(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401  # see redis-py
+        """See redis-py."""
+        async with asyncio.timeout(LOOK_SECONDS):
+            return await super().execute_command(*arguments, **options)
 
 
 class ClusterLayout:
@@ -181,59 +164,57 @@ class ClusterLayout:
         self.owners: Sequence[str] = [""] * tags
         self.changes = 0
         self.places: dict[str, ServerAddress] = {}
-        self._slots = [find_slot(tag) for tag in self.tags]  # ascending
         self._seeds = list(seeds)
-        self._access = access
         self._known: list[ServerAddress] = []
+        self._access = access
+        self._pools: dict[ServerAddress, Pool] = {}
 
     def open(self, owner: str) -> ClusterServers:
         """See `Layout`."""
         return ClusterServers(self, self._access, owner)
+
+    def open_pool(self, place: ServerAddress) -> Pool:
+        """redis-py's connections to a node."""
+        if place not in self._pools:
+            self._pools[place] = self._access.make_pool(place)
+        return self._pools[place]
+
+    async def locate(self, tag: str) -> ServerAddress:
+        """The node with a tag's keys; raises StoreError."""
+        if tag not in self.places:
+            await self.learn()
+        if tag not in self.places:
+            raise StoreError(f"no node of the cluster has slot {key_slot(tag.encode())}", kind="cluster")
+        return self.places[tag]
+
+    async def find(self, tag: str) -> Pool:
+        """See `Layout`."""
+        return self.open_pool(await self.locate(tag))
 
     def move(self, tag: str, place: ServerAddress) -> None:
         """A tag's keys have moved."""
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
-        """Ask the nodes in turn which of them has which slots; raises StoreError if none answers.
+        """Have redis-py ask one node after another which of them has which slots; raises StoreError if none answers.
 
-        It starts with another node each time: one that was cut off may not know.
+        It begins with any of them, because one that was cut off may not know. They are asked over connections of their own, and
+        those of the URL are always among them: in Kubernetes, a restart may give every node a new address.
         """
-        errors = []
-        for place in dict.fromkeys([*self._known, *self._seeds]):
-            try:
-                async with asyncio.timeout(_SENTINEL_SECONDS):
-                    reply = await _query(place, self._access, ("CLUSTER", "SLOTS"))
-            except TimeoutError:
-                errors.append(f"{place}: no answer")
-            except StoreError as error:
-                if error.kind == "auth":
-                    raise
-                errors.append(str(error))
-            else:
-                try:
-                    return self._read(reply, place)
-                except (AttributeError, IndexError, TypeError, ValueError):
-                    errors.append(f"{place}: does not report its slots")
-            self._known = [known for known in self._known if known != place]
-        raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
-
-    def _read(self, ranges: Any, asked: ServerAddress) -> None:  # noqa: ANN401  # whatever a server answered
-        """Read the reply to CLUSTER SLOTS: a list for each range of slots.
-
-        Raises:
-            AttributeError, IndexError, TypeError, ValueError: it is something else.
-        """
-        owners: dict[str, ServerAddress] = {}
-        nodes = set()
-        for first, last, *listed in ranges:
-            tags = self.tags[bisect_left(self._slots, first) : bisect_right(self._slots, last)]
-            if tags:
-                places = [_read_node(node, asked) for node in listed]
-                nodes.update(places)
-                owners.update(dict.fromkeys(tags, places[0]))
-        self._assign(owners)
-        self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]
+        arguments = {**self._access.arguments, "connection_class": self._access.kind}
+        places = dict.fromkeys([*self._known, *self._seeds])
+        nodes: list[ClusterNode] = [_Node(place.host, place.port, **arguments) for place in places]
+        manager = NodesManager(nodes, require_full_coverage=False, connection_kwargs=arguments, dynamic_startup_nodes=False)
+        try:
+            await manager.initialize()
+        except Exception as error:  # noqa: BLE001  # a server can answer anything
+            found = explain(error, ", ".join(map(str, list(places)[:_MOST_SHOWN])))
+            raise StoreError(f"no node of the cluster answers: {found}", kind=found.kind) from None
+        finally:
+            await manager.aclose("startup_nodes")
+        owners = {tag: manager.slots_cache.get(key_slot(tag.encode())) for tag in self.tags}
+        self._assign({tag: ServerAddress(nodes[0].host, int(nodes[0].port)) for tag, nodes in owners.items() if nodes})
+        self._known = [ServerAddress(node.host, int(node.port)) for node in manager.nodes_cache.values()]
 
     def _assign(self, places: dict[str, ServerAddress]) -> None:
         if places != self.places:
@@ -241,51 +222,52 @@ class ClusterLayout:
             self.owners = [str(places[tag]) if tag in places else "" for tag in self.tags]
             self.changes += 1
 
+    async def close(self) -> None:
+        """See `Layout`."""
+        for pool in self._pools.values():
+            await pool.aclose()
+
 
 class ClusterServers:
     """A shard's connections to a cluster: for the keys of one primary, or for those whose server is unknown."""
 
-    def __init__(self, slots: ClusterLayout, access: Access, owner: str) -> None:
+    def __init__(self, layout: ClusterLayout, access: Access, owner: str) -> None:
         """Start without connections; `owner` is one of the layout's."""
-        self.tags = slots.tags
-        self._slots = slots
+        self.tags = layout.tags
+        self._layout = layout
         self._access = access
         self._owner = owner
-        self._links: dict[ServerAddress, Link] = {}
+        self._links: dict[ServerAddress, AnyLink] = {}
 
-    def get(self, tag: str) -> Link | None:
+    def get(self, tag: str) -> AnyLink | None:
         """See `ShardServers`."""
-        place = self._slots.places.get(tag)
+        place = self._layout.places.get(tag)
         link = self._links.get(place) if place is not None else None
         return link if link is not None and link.is_usable() else None
 
-    async def find(self, tag: str) -> Link:
+    async def find(self, tag: str) -> AnyLink:
         """See `ShardServers`."""
-        if tag not in self._slots.places:
-            await self._slots.learn()
-        if tag not in self._slots.places:
-            raise _make_orphaned(tag)
-        return await self.at(self._slots.places[tag])
+        return await self.at(await self._layout.locate(tag))
 
-    async def at(self, place: ServerAddress) -> Link:
+    async def at(self, place: ServerAddress) -> AnyLink:
         """See `ShardServers`."""
         link = self._links.get(place)
         if link is None or not link.is_usable():
             if link is not None:
                 link.drop()
-            link = self._links[place] = await connect(place, self._access)
+            link = self._links[place] = await self._access.open(self._layout.open_pool(place))
         return link
 
     def move(self, tag: str, place: ServerAddress) -> None:
         """See `ShardServers`."""
-        self._slots.move(tag, place)
+        self._layout.move(tag, place)
 
     async def learn(self) -> Sequence[int]:
         """See `ShardServers`."""
-        await self._slots.learn()
-        own = [number for number, owner in enumerate(self._slots.owners) if owner == self._owner]
+        await self._layout.learn()
+        own = [number for number, owner in enumerate(self._layout.owners) if owner == self._owner]
         if own and not self._owner:
-            raise _make_orphaned(self.tags[own[0]])
+            await self._layout.locate(self.tags[own[0]])
         return own
 
     def drop(self) -> None:
@@ -293,27 +275,3 @@ class ClusterServers:
         links, self._links = list(self._links.values()), {}
         for link in links:
             link.drop()
-
-
-async def _query(place: ServerAddress, access: Access, command: Command) -> RedisReply:
-    """A server's reply to one command, on a connection of its own; raises StoreError if it is an error."""
-    link = await connect(place, access)
-    try:
-        reply = await link.ask(command)
-    finally:
-        link.drop()
-    if isinstance(reply, ErrorReply):
-        raise explain_refusal(reply)
-    return reply
-
-
-def _make_orphaned(tag: str) -> StoreError:
-    return StoreError(f"no node of the cluster has slot {find_slot(tag)}", kind="cluster")
-
-
-def _read_node(node: Any, asked: ServerAddress) -> ServerAddress:  # noqa: ANN401  # whatever a server answered
-    """Host, port and more; a node that does not know its own address names none."""
-    host, port, *_ = node
-    if type(port) is not int:
-        raise TypeError
-    return ServerAddress(host.decode() if host else asked.host, port)

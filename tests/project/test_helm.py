@@ -595,12 +595,12 @@ def test_every_setting_arrives() -> None:
 @pytest.mark.parametrize(
     ("url", "tls", "expected"),
     [
-        ("rediss://r", {}, "rediss://r?ca=/etc/loopguard/store-tls/ca.crt"),
-        ("rediss+cluster://r?prefix=a:", {}, "rediss+cluster://r?prefix=a:&ca=/etc/loopguard/store-tls/ca.crt"),
+        ("rediss://r", {}, "rediss://r?ssl_ca_certs=/etc/loopguard/store-tls/ca.crt"),
+        ("rediss+cluster://r?prefix=a:", {}, "rediss+cluster://r?prefix=a:&ssl_ca_certs=/etc/loopguard/store-tls/ca.crt"),
         (
             "rediss://r",
             {"caKey": "", "certKey": "c", "keyKey": "k"},
-            "rediss://r?cert=/etc/loopguard/store-tls/c&key=/etc/loopguard/store-tls/k",
+            "rediss://r?ssl_certfile=/etc/loopguard/store-tls/c&ssl_keyfile=/etc/loopguard/store-tls/k",
         ),
     ],
 )

@@ -55,8 +55,8 @@ SECRET = "leave it out and name a Secret in"
         ({"settings": {"events": "/log/events"}}, f"settings.events=/log/events is in no volume of the pod: {HOW}"),
         ({"settings": {"adminSocket": "/run/a.sock"}}, f"settings.adminSocket=/run/a.sock is in no volume of the pod: {HOW}"),
         (
-            {"store": {"url": "rediss://r?ca=%2Fkeys%2Fca.crt"}},
-            f"store.url?ca=/keys/ca.crt is in no volume of the pod: {SECRET} store.tls.existingSecret, or {HOW}",
+            {"store": {"url": "rediss://r?ssl_ca_certs=%2Fkeys%2Fca.crt"}},
+            f"store.url?ssl_ca_certs=/keys/ca.crt is in no volume of the pod: {SECRET} store.tls.existingSecret, or {HOW}",
         ),
         (
             {"store": {"url": "rediss://r?credential_provider=ours:make"}, **MOUNTED},
@@ -99,7 +99,7 @@ def test_what_nothing_mounts_is_refused(values: Values, sentence: str) -> None:
         {"settings": {"hashKeyFile": "/extra/hash.key", "events": "/extra/events", "adminSocket": "/extra/admin.sock"}},
         {"settings": {"events": "https://events.example.com", "eventsCa": "/etc/ssl/certs/ca-certificates.crt"}},
         {"settings": {"events": "-", "eventsSecretFile": ""}},
-        {"store": {"url": "rediss://r?ca=/extra/ca.crt&cert=/extra/c&key=/extra/k"}},
+        {"store": {"url": "rediss://r?ssl_ca_certs=/extra/ca.crt&ssl_certfile=/extra/c&ssl_keyfile=/extra/k"}},
         {
             "store": {"url": "redis://r?credential_provider=ours:make"},
             "extraEnv": [{"name": "PYTHONPATH", "value": "/extra"}],

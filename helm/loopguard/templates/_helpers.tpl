@@ -174,7 +174,7 @@ the like apply to every file, kill switches are in the first. Takes bundle and n
 {{- $url := .Values.store.url -}}
 {{- with .Values.store.tls -}}
 {{- if .existingSecret -}}
-{{- range $option, $key := dict "ca" .caKey "cert" .certKey "key" .keyKey -}}
+{{- range $option, $key := dict "ssl_ca_certs" .caKey "ssl_certfile" .certKey "ssl_keyfile" .keyKey -}}
 {{- if $key -}}
 {{- $url = printf "%s%s%s=/etc/loopguard/store-tls/%s" $url (contains "?" $url | ternary "&" "?") $option $key -}}
 {{- end -}}

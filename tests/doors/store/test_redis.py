@@ -26,7 +26,7 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import known_refusals, open_store
 from extproc.store.backend import RedisBackend
-from extproc.store.client import Access
+from extproc.store.client import make_access
 from extproc.store.credentials import ProvidedCredentials
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.link import ServerAddress
@@ -46,6 +46,8 @@ from tests.support.servers import ACL, Driver, Server, altered, impostor, listen
 from tests.support.windows import WINDOW_TYPES, cooldown_hits, make_hit, make_push, oracle
 
 SECRET = "hunter2"
+LIBRARY = "client=redis-py"
+CLIENTS = ("", f"?{LIBRARY}")
 LONG = make_hit(window_ms=600_000)
 
 
@@ -56,10 +58,17 @@ def one() -> Iterator[Server]:
         yield made
 
 
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    """The option of the URL that chooses who talks to the server: Loopguard's own exchange, or redis-py."""
+    chosen: str = request.param
+    return chosen
+
+
 @pytest.fixture
-def driver(one: Server) -> Iterator[Driver]:
+def driver(one: Server, client: str) -> Iterator[Driver]:
     """A store on the one server."""
-    with Driver(f"redis://{one.address}") as made:
+    with Driver(f"redis://{one.address}{client}") as made:
         yield made
 
 
@@ -213,7 +222,7 @@ def test_a_credential_provider_that_fails_is_a_failed_login(
     assert SECRET not in caplog.text
 
 
-FORM = "it takes MODULE:FACTORY, a function without arguments that returns a redis.CredentialProvider"
+FORM = "it takes MODULE:NAME, a redis.CredentialProvider, or a function without arguments that returns one"
 
 
 @pytest.mark.parametrize(
@@ -281,10 +290,10 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.configure_trust(context)
     cases = {
-        "good": ("127.0.0.1", f"ca={tmp_path}/ca.pem&cert={tmp_path}/client.pem"),
-        "unknown CA": ("127.0.0.1", f"ca={tmp_path}/stranger.pem&cert={tmp_path}/client.pem"),
-        "wrong name": ("localhost", f"ca={tmp_path}/ca.pem&cert={tmp_path}/client.pem"),
-        "no certificate": ("127.0.0.1", f"ca={tmp_path}/ca.pem"),
+        "good": ("127.0.0.1", f"ssl_ca_certs={tmp_path}/ca.pem&ssl_certfile={tmp_path}/client.pem"),
+        "unknown CA": ("127.0.0.1", f"ssl_ca_certs={tmp_path}/stranger.pem&ssl_certfile={tmp_path}/client.pem"),
+        "wrong name": ("localhost", f"ssl_ca_certs={tmp_path}/ca.pem&ssl_certfile={tmp_path}/client.pem"),
+        "no certificate": ("127.0.0.1", f"ssl_ca_certs={tmp_path}/ca.pem"),
     }
     found = {}
     with relay(one, tls=context) as address:
@@ -375,7 +384,14 @@ RUBBISH = {
 
 @pytest.mark.parametrize("rubbish", RUBBISH)
 @pytest.mark.parametrize(
-    "form", ["redis://{}", f"redis://:{SECRET}@{{}}/3", "redis+sentinel://{}/counts", "redis+cluster://{}"]
+    "form",
+    [
+        "redis://{}",
+        f"redis://:{SECRET}@{{}}/3?{LIBRARY}",
+        f"redis://{{}}?{LIBRARY}",
+        "redis+sentinel://{}/counts",
+        "redis+cluster://{}",
+    ],
 )
 def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str, caplog: pytest.LogCaptureFixture) -> None:
     """A nonsense answer of a server is never believed, kept, waited for or logged in more than one line."""
@@ -749,7 +765,8 @@ def test_a_verdict_stands_as_long_as_it_says(
 
 def open_backend(one: Server) -> RedisBackend:
     """The wire to a server, without what a store knows of it."""
-    return RedisBackend(SingleServer(ServerAddress("127.0.0.1", one.port), Access()), "loopguard:")
+    access = make_access("redis", {})
+    return RedisBackend(SingleServer(access, access.make_pool(ServerAddress("127.0.0.1", one.port))), "loopguard:")
 
 
 @pytest.fixture(scope="module")
@@ -1008,11 +1025,11 @@ TROUBLES: dict[str, tuple[Callable[[Server], None], Callable[[Server], None], se
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_trouble_is_told_once_and_heals(trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_is_told_once_and_heals(trouble: str, client: str, caplog: pytest.LogCaptureFixture) -> None:
     """Requests fail rather than wait, the cause is in health and metrics, one line each tells of outage and recovery."""
     harm, cure, kinds = TROUBLES[trouble]
     caplog.set_level(logging.INFO, "loopguard")
-    with server() as broken, Driver(f"redis://{broken.address}", store_timeout=1) as driver:
+    with server() as broken, Driver(f"redis://{broken.address}{client}", store_timeout=1) as driver:
         assert driver.refuse() is None
         harm(broken)
 
@@ -1030,9 +1047,9 @@ def test_trouble_is_told_once_and_heals(trouble: str, caplog: pytest.LogCaptureF
     assert lines == ["store unavailable, each replica counts for itself", "store available again"]
 
 
-def test_a_hung_server_fails_all_waiting_requests() -> None:
+def test_a_hung_server_fails_all_waiting_requests(client: str) -> None:
     """Concurrent requests, in flight and in the queue, all get an error if the server does not answer."""
-    with server() as hung, Driver(f"redis://{hung.address}", store_timeout=1) as driver:
+    with server() as hung, Driver(f"redis://{hung.address}{client}", store_timeout=1) as driver:
         driver.count([make_hit()])
         hung.hang()
 
@@ -1045,9 +1062,9 @@ def test_a_hung_server_fails_all_waiting_requests() -> None:
     assert {type(answer) for answer in answers} == {StoreError}
 
 
-def test_a_busy_event_loop_is_no_outage(one: Server) -> None:
+def test_a_busy_event_loop_is_no_outage(one: Server, client: str) -> None:
     """If this process, not the server, was too slow, the answers that have arrived are used."""
-    with Driver(f"redis://{one.address}", store_timeout=0.3) as driver:
+    with Driver(f"redis://{one.address}{client}", store_timeout=0.3) as driver:
 
         async def stalled() -> int:
             answer = asyncio.ensure_future(driver.ask([make_hit()], None))

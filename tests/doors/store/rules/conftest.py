@@ -28,10 +28,16 @@ def _on_debians() -> Iterator[str]:
         yield f"redis://127.0.0.1:{one.port}"
 
 
+def _by_the_library() -> Iterator[str]:
+    for url in _on_one():
+        yield f"{url}?client=redis-py"
+
+
 STORES: dict[str, Callable[[], Iterator[str]]] = {
     "memory": lambda: iter(["memory://"]),
     "valkey": _on_one,
     "redis": _on_debians,
+    "redis-py": _by_the_library,
     "cluster": _on_a_cluster,
 }
 """Every store by name, with the servers that it needs: one body of tests drives them all."""
