@@ -9,6 +9,7 @@ and the context of TLS, which takes 40 ms, is made once at the start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
 from extproc.errors import StoreError
-from extproc.store.link import Command, Link, RedisReply, ReplyBounds, ServerAddress, explain, explain_refusal
+from extproc.store.link import Command, Link, RedisReply, ReplyBounds, ServerAddress, explain
 from extproc.store.pending import Pending
 
 Pool: TypeAlias = ConnectionPool
@@ -99,6 +100,7 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
         "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         "parser_class": BoundedParser,
         "retry": Retry(NoBackoff(), 0),
+        "socket_read_size": 262_144,  # hiredis looks at a line without an end again at each read
         "socket_timeout": None,  # callers have deadlines; in Python 3.11, redis-py's may swallow a cancellation
     }
     kind: type[AbstractConnection] = Connection
@@ -169,17 +171,17 @@ class _Sentinels:
     async def _ask(self, place: ServerAddress, service: str) -> tuple[str, int]:
         reply: RedisReply = None
         for access in self._ways:
-            pool = access.make_pool(place)
+            connection: Any = access.make_pool(place).make_connection()  # type: ignore[no-untyped-call]
             try:
-                [reply] = await exchange(pool, [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)])
-                if isinstance(reply, exceptions.RedisError):
-                    raise explain_refusal(reply)  # as for a refused login
+                await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+                reply = await connection.read_response()
                 break
-            except StoreError as error:
-                if error.kind != "auth" or access is self._ways[-1]:
-                    raise
+            except Exception as error:  # noqa: BLE001  # a server can answer anything
+                refused = explain(error, str(place))
+                if refused.kind != "auth" or access is self._ways[-1]:
+                    raise refused from None
             finally:
-                await pool.disconnect()
+                await connection.disconnect(nowait=True)
         if reply is None:
             raise StoreError(f"{place} does not watch {service}", kind="sentinel")
         try:
@@ -276,6 +278,13 @@ async def exchange(pool: Pool, commands: Sequence[Command] | bytes, number: int 
         raise explain(error, name_server(pool)) from None
     finally:
         await pool.release(connection)
+
+
+async def close_pool(pool: Pool) -> None:
+    """Close connections, whatever their peers do: redis-py would wait for them."""
+    with contextlib.suppress(TimeoutError, exceptions.RedisError):
+        async with asyncio.timeout(LOOK_SECONDS):
+            await pool.aclose()
 
 
 async def _read_reply(connection: AbstractConnection) -> RedisReply:

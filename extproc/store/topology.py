@@ -17,7 +17,7 @@ from redis.asyncio.cluster import ClusterNode, NodesManager
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from extproc.errors import StoreError
-from extproc.store.client import LOOK_SECONDS, Access, AnyLink, Pool
+from extproc.store.client import LOOK_SECONDS, Access, AnyLink, Pool, close_pool
 from extproc.store.link import ServerAddress, explain
 
 _MOST_SHOWN = 3
@@ -103,7 +103,7 @@ class SingleLayout:
 
     async def close(self) -> None:
         """See `Layout`."""
-        await self._pool.aclose()
+        await close_pool(self._pool)
 
 
 class SingleServer:
@@ -153,6 +153,11 @@ class _Node(ClusterNode):
         """See redis-py."""
         async with asyncio.timeout(LOOK_SECONDS):
             return await super().execute_command(*arguments, **options)
+
+    async def disconnect(self) -> None:
+        """See redis-py, which would wait for the peer."""
+        for connection in self._connections:
+            await connection.disconnect(nowait=True)
 
 
 class ClusterLayout:
@@ -224,8 +229,7 @@ class ClusterLayout:
 
     async def close(self) -> None:
         """See `Layout`."""
-        for pool in self._pools.values():
-            await pool.aclose()
+        await asyncio.gather(*map(close_pool, self._pools.values()))
 
 
 class ClusterServers:

@@ -853,7 +853,8 @@ def test_listeners_are_called_once_unless_they_have_left(driver: Driver) -> None
 
     async def listen() -> list[object]:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(type(context["exception"])))
-        pending = [cast("Pending", driver.store.hit([make_hit(threshold=100)])) for _ in range(4)]
+        hit = make_hit(threshold=100)
+        pending = [cast("Pending", driver.store.hit([replace(hit, key=driver.key(hit))])) for _ in range(4)]
         pending[0].then(lambda: told[len(told)])
         pending[1].then(lambda: told.append("left"))
         pending[1].cancel()
