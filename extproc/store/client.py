@@ -156,39 +156,23 @@ class _Sentinels:
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
         """See redis-py's `Sentinel`, which does not say why one of them cannot be asked; raises StoreError."""
-        errors = []
-        for place in list(self._places):
-            self._places.append(self._places.pop(0))
-            try:
-                async with asyncio.timeout(LOOK_SECONDS):
-                    return await self._ask(place, service_name)
-            except StoreError as error:
-                errors.append(str(error))
-            except TimeoutError:
-                errors.append(f"{place}: no answer")
-        raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
-
-    async def _ask(self, place: ServerAddress, service: str) -> tuple[str, int]:
-        reply: RedisReply = None
+        errors: dict[ServerAddress, StoreError] = {}
         for access in self._ways:
-            connection: Any = access.make_pool(place).make_connection()  # type: ignore[no-untyped-call]
-            try:
-                await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
-                reply = await connection.read_response()
-                break
-            except Exception as error:  # noqa: BLE001  # a server can answer anything
-                refused = explain(error, str(place))
-                if refused.kind != "auth" or access is self._ways[-1]:
-                    raise refused from None
-            finally:
-                await connection.disconnect(nowait=True)
-        if reply is None:
-            raise StoreError(f"{place} does not watch {service}", kind="sentinel")
-        try:
-            host, port = reply  # type: ignore[misc]  # anything may have come
-            return host.decode(), int(port)  # type: ignore[union-attr]
-        except (AttributeError, TypeError, ValueError):
-            raise StoreError(f"{place} names no server", kind="sentinel") from None
+            for place in list(self._places):
+                self._places.append(self._places.pop(0))
+                connection: Any = access.make_pool(place).make_connection()  # type: ignore[no-untyped-call]
+                try:
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service_name)
+                        host, port = await connection.read_response() or (None, 0)
+                    if host is not None:
+                        return host.decode(), int(port)
+                    errors[place] = StoreError(f"{place} does not watch {service_name}", kind="sentinel")
+                except Exception as error:  # noqa: BLE001  # a server can answer anything
+                    errors[place] = explain(error, str(place))
+                finally:
+                    await connection.disconnect(nowait=True)
+        raise StoreError(f"no Sentinel knows the primary: {'; '.join(map(str, errors.values()))}", kind="sentinel")
 
 
 def name_server(pool: Pool) -> str:

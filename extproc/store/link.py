@@ -186,7 +186,7 @@ def explain(error: Exception, address: str) -> StoreError:
     for cause in causes:
         if isinstance(cause, StoreError):
             return cause
-        if isinstance(cause, exceptions.TimeoutError):
+        if isinstance(cause, exceptions.TimeoutError | TimeoutError):
             return StoreError(f"{address}: no answer", kind="timeout")
         if isinstance(cause, exceptions.RedisError) and (cause.status_code or isinstance(cause, exceptions.ResponseError)):
             return explain_refusal(cause)

@@ -18,7 +18,7 @@ from extproc.store.client import Access, make_access
 from extproc.store.credentials import FileCredentials, ProvidedCredentials
 from extproc.store.link import ServerAddress
 from extproc.store.remote import RemoteStore
-from extproc.store.topology import ClusterLayout, Layout, SingleLayout
+from extproc.store.topology import ClusterLayout, Layout
 
 TAGS = 16
 """Number of hash tags over which a cluster's keys are spread: a batch needs few commands, and still reaches every primary."""
@@ -156,7 +156,7 @@ def _make_single(url: _StoreUrl) -> Layout:
     if len(url.hosts) != 1:
         raise url.explain("it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://")
     access = url.make_access(url.path)
-    return SingleLayout(str(url.hosts[0]), access, access.make_pool(url.hosts[0]))
+    return Layout(str(url.hosts[0]), access, access.make_pool(url.hosts[0]))
 
 
 def _make_unix(url: _StoreUrl) -> Layout:
@@ -164,7 +164,7 @@ def _make_unix(url: _StoreUrl) -> Layout:
         raise url.explain("it takes the form unix:///PATH?db=0")
     place = ServerAddress(path=f"/{url.path}")
     access = url.make_access()
-    return SingleLayout(str(place), access, access.make_pool(place))
+    return Layout(str(place), access, access.make_pool(place))
 
 
 def _make_sentinel(url: _StoreUrl) -> Layout:
@@ -172,7 +172,7 @@ def _make_sentinel(url: _StoreUrl) -> Layout:
     if not url.hosts or not service:
         raise url.explain(f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE")
     access = url.make_access(database)
-    return SingleLayout(service, access, access.find_primary(url.hosts, service))
+    return Layout(service, access, access.find_primary(url.hosts, service))
 
 
 def _make_cluster(url: _StoreUrl) -> Layout:

@@ -30,7 +30,7 @@ from extproc.store.rules.windows import Count, Hit
 from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call, take_back_call, take_call
 from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections
-from extproc.store.topology import Layout
+from extproc.store.topology import Layout, ShardServers
 
 _MOST_SHOWN = 3
 
@@ -212,7 +212,7 @@ class RemoteStore:
             shard.sharing = len(self._shards)
 
     def _open(self, name: str, *, alone: bool) -> Shard:
-        backend = RedisBackend(self._layout.open(name), self._prefix)
+        backend = RedisBackend(ShardServers(self._layout, name), self._prefix)
         shard = Shard(name, backend, self._metrics, self._timeout, self._forget_told, alone=alone)
         self._metrics.store_up.labels(shard.name).set_function(lambda: float(shard.trouble is None))
         return shard

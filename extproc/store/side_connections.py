@@ -56,10 +56,10 @@ class SideConnections:
         tag = self._find_tag(subject)
         try:
             async with asyncio.timeout(_SECONDS):
-                replies = await exchange(await self._layout.find(tag), commands)
+                replies = await exchange(self._layout.open_pool(await self._layout.locate(tag)), commands)
                 if any(isinstance(reply, AskError) for reply in replies):  # their slot has moved, or is moving
                     await self._layout.learn()
-                    replies = await exchange(await self._layout.find(tag), commands)
+                    replies = await exchange(self._layout.open_pool(await self._layout.locate(tag)), commands)
         except TimeoutError:
             raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
         for reply in replies:

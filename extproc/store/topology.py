@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from redis.asyncio.cluster import ClusterNode, NodesManager
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -29,121 +29,43 @@ def spread_tags(tags: int) -> tuple[str, ...]:
     return tuple(next(str(n) for n in count() if key_slot(b"%d" % n) // width == share) for share in range(tags))
 
 
-class ShardServers(Protocol):
-    """Connections of one shard, by hash tag; raises only StoreError."""
+class Layout:
+    """How keys are distributed over servers; this one is for a single server, or the primary that Sentinels name.
 
-    tags: Sequence[str]
-    """Hash tags over which keys are spread; empty for a single server."""
+    Attributes:
+        tags: hash tags over which keys are spread; empty for a single server.
+        owners: the name of each tag's server, empty if unknown. A single server has one.
+        changes: the number of changes of `owners`.
+        places: the server with each tag's keys, if it is known.
+    """
 
-    def get(self, tag: str) -> AnyLink | None:
-        """An open connection to the server with the tag's keys; None if it has to be opened first."""
+    def __init__(self, name: str, access: Access, pool: Pool | None) -> None:
+        self.tags: Sequence[str] = ()
+        self.owners: Sequence[str] = (name,)
+        self.changes = 0
+        self.places = {"": ServerAddress(name)}
+        self.access = access
+        self.pools = {self.places[""]: pool} if pool is not None else {}
 
-    async def find(self, tag: str) -> AnyLink:
-        """A connection to the server with the tag's keys, opened if necessary."""
+    def open_pool(self, place: ServerAddress) -> Pool:
+        """redis-py's connections to a server; raises StoreError if this layout has no such server."""
+        if place not in self.pools:
+            raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
+        return self.pools[place]
 
-    async def at(self, place: ServerAddress) -> AnyLink:
-        """A connection to a server that another server named."""
+    async def locate(self, tag: str) -> ServerAddress:
+        """The server with a tag's keys; raises StoreError."""
+        return self.places[tag]
 
     def move(self, tag: str, place: ServerAddress) -> None:
-        """Note that another server has the tag's keys, according to the one that had them."""
-
-    async def learn(self) -> Sequence[int]:
-        """Find out which server has which keys; returns the numbers of the shard's own tags, 0 for a single server."""
-
-    def drop(self) -> None:
-        """End every connection."""
-
-
-class Layout(Protocol):
-    """How keys are distributed over servers."""
-
-    tags: Sequence[str]
-    """Hash tags over which keys are spread; empty for a single server."""
-
-    owners: Sequence[str]
-    """The name of each tag's server, empty if unknown. A single server has one."""
-
-    changes: int
-    """The number of changes of `owners`."""
-
-    def open(self, owner: str) -> ShardServers:
-        """Make the connections of the shard with this name."""
-
-    async def find(self, tag: str) -> Pool:
-        """redis-py's connections to the server with the tag's keys; raises StoreError."""
+        """A tag's keys have moved, according to the server that had them."""
 
     async def learn(self) -> None:
-        """Find out which server has which keys; raises StoreError."""
+        """Find out which server has which keys; raises StoreError. At every connect, redis-py asks the Sentinels."""
 
     async def close(self) -> None:
         """Close redis-py's connections."""
-
-
-class SingleLayout:
-    """A layout of one server, which may change."""
-
-    tags: Sequence[str] = ()
-    changes = 0
-
-    def __init__(self, name: str, access: Access, pool: Pool) -> None:
-        self.owners: Sequence[str] = (name,)
-        self._access = access
-        self._pool = pool
-
-    def open(self, owner: str) -> ShardServers:  # noqa: ARG002  # there is one
-        """See `Layout`."""
-        return SingleServer(self._access, self._pool)
-
-    async def find(self, tag: str) -> Pool:  # noqa: ARG002  # one server has all keys
-        """See `Layout`."""
-        return self._pool
-
-    async def learn(self) -> None:
-        """See `Layout`; redis-py asks the Sentinels at every connect."""
-
-    async def close(self) -> None:
-        """See `Layout`."""
-        await close_pool(self._pool)
-
-
-class SingleServer:
-    """One server, or the primary that Sentinels name."""
-
-    tags: Sequence[str] = ()
-
-    def __init__(self, access: Access, pool: Pool) -> None:
-        self._access = access
-        self._pool = pool
-        self._link: AnyLink | None = None
-
-    def get(self, tag: str) -> AnyLink | None:  # noqa: ARG002  # one server has all keys
-        """See `ShardServers`."""
-        return self._link if self._link is not None and self._link.is_usable() else None
-
-    async def find(self, tag: str) -> AnyLink:
-        """See `ShardServers`."""
-        link = self.get(tag)
-        if link is None:
-            self.drop()
-            link = self._link = await self._access.open(self._pool)
-        return link
-
-    async def at(self, place: ServerAddress) -> AnyLink:
-        """See `ShardServers`; only a cluster redirects its clients."""
-        raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
-
-    def move(self, tag: str, place: ServerAddress) -> None:
-        """See `ShardServers`; `at` says what is wrong."""
-
-    async def learn(self) -> Sequence[int]:
-        """See `ShardServers`."""
-        return (0,)
-
-    def drop(self) -> None:
-        """See `ShardServers`."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.drop()
+        await asyncio.gather(*map(close_pool, self.pools.values()))
 
 
 class _Node(ClusterNode):
@@ -160,44 +82,34 @@ class _Node(ClusterNode):
             await connection.disconnect(nowait=True)
 
 
-class ClusterLayout:
+class ClusterLayout(Layout):
     """A cluster's layout, as far as its nodes have reported it: every tag's slot belongs to one primary."""
 
     def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
         """Start without knowledge of the slots; any of the seeds can be asked for it."""
-        self.tags: Sequence[str] = spread_tags(tags)
-        self.owners: Sequence[str] = [""] * tags
-        self.changes = 0
-        self.places: dict[str, ServerAddress] = {}
+        super().__init__("", access, None)
+        self.tags = spread_tags(tags)
+        self.owners = [""] * tags
+        self.places = {}
         self._seeds = list(seeds)
         self._known: list[ServerAddress] = []
-        self._access = access
-        self._pools: dict[ServerAddress, Pool] = {}
-
-    def open(self, owner: str) -> ClusterServers:
-        """See `Layout`."""
-        return ClusterServers(self, self._access, owner)
 
     def open_pool(self, place: ServerAddress) -> Pool:
-        """redis-py's connections to a node."""
-        if place not in self._pools:
-            self._pools[place] = self._access.make_pool(place)
-        return self._pools[place]
+        """See `Layout`."""
+        if place not in self.pools:
+            self.pools[place] = self.access.make_pool(place)
+        return self.pools[place]
 
     async def locate(self, tag: str) -> ServerAddress:
-        """The node with a tag's keys; raises StoreError."""
+        """See `Layout`."""
         if tag not in self.places:
             await self.learn()
         if tag not in self.places:
             raise StoreError(f"no node of the cluster has slot {key_slot(tag.encode())}", kind="cluster")
         return self.places[tag]
 
-    async def find(self, tag: str) -> Pool:
-        """See `Layout`."""
-        return self.open_pool(await self.locate(tag))
-
     def move(self, tag: str, place: ServerAddress) -> None:
-        """A tag's keys have moved."""
+        """See `Layout`."""
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
@@ -206,7 +118,7 @@ class ClusterLayout:
         It begins with any of them, because one that was cut off may not know. They are asked over connections of their own, and
         those of the URL are always among them: in Kubernetes, a restart may give every node a new address.
         """
-        arguments = {**self._access.arguments, "connection_class": self._access.kind}
+        arguments = {**self.access.arguments, "connection_class": self.access.kind}
         places = dict.fromkeys([*self._known, *self._seeds])
         nodes: list[ClusterNode] = [_Node(place.host, place.port, **arguments) for place in places]
         manager = NodesManager(nodes, require_full_coverage=False, connection_kwargs=arguments, dynamic_startup_nodes=False)
@@ -227,47 +139,49 @@ class ClusterLayout:
             self.owners = [str(places[tag]) if tag in places else "" for tag in self.tags]
             self.changes += 1
 
-    async def close(self) -> None:
-        """See `Layout`."""
-        await asyncio.gather(*map(close_pool, self._pools.values()))
 
+class ShardServers:
+    """A shard's connections for requests, opened when needed: to its server, or for keys whose server is unknown.
 
-class ClusterServers:
-    """A shard's connections to a cluster: for the keys of one primary, or for those whose server is unknown."""
+    Attributes:
+        tags: the layout's.
+    """
 
-    def __init__(self, layout: ClusterLayout, access: Access, owner: str) -> None:
+    def __init__(self, layout: Layout, owner: str) -> None:
         """Start without connections; `owner` is one of the layout's."""
         self.tags = layout.tags
         self._layout = layout
-        self._access = access
         self._owner = owner
         self._links: dict[ServerAddress, AnyLink] = {}
 
     def get(self, tag: str) -> AnyLink | None:
-        """See `ShardServers`."""
+        """An open connection to the server with the tag's keys; None if it has to be opened first."""
         place = self._layout.places.get(tag)
         link = self._links.get(place) if place is not None else None
         return link if link is not None and link.is_usable() else None
 
     async def find(self, tag: str) -> AnyLink:
-        """See `ShardServers`."""
+        """A connection to the server with the tag's keys, opened if necessary; raises StoreError."""
         return await self.at(await self._layout.locate(tag))
 
     async def at(self, place: ServerAddress) -> AnyLink:
-        """See `ShardServers`."""
+        """A connection to a server that another server named; raises StoreError."""
         link = self._links.get(place)
         if link is None or not link.is_usable():
             if link is not None:
                 link.drop()
-            link = self._links[place] = await self._access.open(self._layout.open_pool(place))
+            link = self._links[place] = await self._layout.access.open(self._layout.open_pool(place))
         return link
 
     def move(self, tag: str, place: ServerAddress) -> None:
-        """See `ShardServers`."""
+        """Note that another server has the tag's keys, according to the one that had them."""
         self._layout.move(tag, place)
 
     async def learn(self) -> Sequence[int]:
-        """See `ShardServers`."""
+        """Find out which server has which keys; returns the numbers of the shard's own tags, 0 for a single server.
+
+        Raises StoreError.
+        """
         await self._layout.learn()
         own = [number for number, owner in enumerate(self._layout.owners) if owner == self._owner]
         if own and not self._owner:
@@ -275,7 +189,7 @@ class ClusterServers:
         return own
 
     def drop(self) -> None:
-        """See `ShardServers`."""
+        """End every connection."""
         links, self._links = list(self._links.values()), {}
         for link in links:
             link.drop()

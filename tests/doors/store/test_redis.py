@@ -37,7 +37,7 @@ from extproc.store.rules.session import Step
 from extproc.store.rules.windows import Count, Hit
 from extproc.store.scripts import count_call
 from extproc.store.shard import Shard
-from extproc.store.topology import SingleServer
+from extproc.store.topology import Layout, ShardServers
 from tests.support import ROOT
 from tests.support.harness import PATIENCE, eventually
 from tests.support.ledger import NO_LIMITS, limit, make_record, make_step, settle_step
@@ -766,7 +766,8 @@ def test_a_verdict_stands_as_long_as_it_says(
 def open_backend(one: Server) -> RedisBackend:
     """The wire to a server, without what a store knows of it."""
     access = make_access("redis", {})
-    return RedisBackend(SingleServer(access, access.make_pool(ServerAddress("127.0.0.1", one.port))), "loopguard:")
+    layout = Layout("one", access, access.make_pool(ServerAddress("127.0.0.1", one.port)))
+    return RedisBackend(ShardServers(layout, "one"), "loopguard:")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -149,7 +149,7 @@ class Layout:
 
 @pytest.mark.parametrize("owners", [("a",), ("a", "a", "b", "b"), ("a", "b", "c", "a"), tuple("abcdefgh")])
 def test_every_server_has_a_mark(owners: tuple[str, ...]) -> None:
-    connections = SideConnections(Layout(*owners), "loopguard:")
+    connections = SideConnections(cast("Any", Layout(*owners)), "loopguard:")
 
     found = [owners[connections.find_part(name)] for name in connections.list_subjects("epoch")]
     assert sorted(found) == sorted(set(owners))
