@@ -120,14 +120,15 @@ def test_who_has_which_slots_is_asked_of_each_node(six: list[Server]) -> None:
     eventually(all_asked, "a question to each node")
 
 
-def test_slots_that_move_are_followed(six: list[Server]) -> None:
+@pytest.mark.parametrize("client", ["", "?client=redis-py"])
+def test_slots_that_move_are_followed(six: list[Server], client: str) -> None:
     """While a slot's keys move to another primary, and after, each is asked for where it is, and new ones begin."""
     source, target = six[0], six[1]
     tags = spread_tags(TAGS)
-    tag = next(tag for tag in tags if find_slot(tag) < SLOTS // 3)
+    tag = [tag for tag in tags if find_slot(tag) < SLOTS // 3][client != ""]
     slot, numbers = find_slot(tag), [number for number in range(256) if tags[number % TAGS] == tag]
     board = next(name for name in map(str, range(256)) if tags[zlib.crc32(name.encode()) % TAGS] == tag)
-    with Driver("redis+cluster://" + six[2].address) as driver:
+    with Driver(f"redis+cluster://{six[2].address}{client}") as driver:
         hits = [make_hit(window_ms=600_000, threshold=100, key=f"{driver.name('moving')}:{number:02x}") for number in numbers]
 
         def request(number: int, sessions: int) -> tuple[list[int], list[int]]:

@@ -109,6 +109,29 @@ def test_keys_have_the_prefix_and_database_of_their_url(one: Server, url: str, d
         assert {(client["lib-name"], client["resp"]) for client in clients} == {("", "2")}
 
 
+def test_options_of_the_url_are_redis_py_s(one: Server, client: str) -> None:
+    """They reach the connection by their names there, also on the hot path."""
+    with Driver(
+        f"redis://{one.address}?{client.strip('?')}&protocol=3&client_name=loops&db=1&socket_connect_timeout=1"
+    ) as driver:
+        assert driver.count([make_hit()])[0].count == 1
+        driver.put(BOARDS, driver.name("board"), "a", b"x", 60)
+
+        assert {(found["resp"], found["db"]) for found in one.client().client_list() if found["name"] == "loops"} == {
+            ("3", "1")
+        }
+        assert driver.read(BOARDS, driver.name("board")) == {"a": b"x"}
+
+
+def test_a_user_who_may_run_no_scripts_is_told_so(one: Server, client: str) -> None:
+    """The error names the missing right, and the login is not in question."""
+    one.client().execute_command("ACL", "SETUSER", "mute", "on", f">{SECRET}", *ACL.split(), "-eval", "-evalsha")
+
+    with Driver(f"redis://mute:{SECRET}@{one.address}{client}") as driver:
+        assert re.fullmatch("unavailable: NOPERM .*evalsha.*", driver.store.health())
+        assert driver.metric("store_errors_total", kind="auth") >= 1
+
+
 def test_a_user_with_the_least_rights_is_enough(one: Server) -> None:
     """All that a store is asked takes the commands that the docs list, on keys with the prefix; nothing is scanned."""
     one.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split())
@@ -157,6 +180,7 @@ def breaks():
     raise KeyError("{SECRET}")
 
 nothing = 3
+ready = Rotating()
 '''
 
 
@@ -171,7 +195,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("scheme", ["redis", "unix"])
-@pytest.mark.parametrize("way", ["file", "Rotating", "Asynchronous"])
+@pytest.mark.parametrize("way", ["file", "Rotating", "Asynchronous", "ready"])
 def test_a_password_that_changes_needs_no_restart(module: str, tmp_path: Path, way: str, scheme: str) -> None:
     """A file, or a provider that the URL names, is read at every connect; its own way to wait is taken."""
     file = tmp_path / "password"
