@@ -55,6 +55,11 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # it is h
         return True
 
 
+class _UnixConnection(UnixDomainSocketConnection):
+    async def on_connect(self) -> None:
+        """See redis-py, which calls this before it logs in, and would do so twice."""
+
+
 @dataclass(frozen=True)
 class Access:
     """How servers are reached.
@@ -106,16 +111,12 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
     kind: type[AbstractConnection] = Connection
     managed = SentinelManagedConnection
     if scheme == "unix":
-        kind, arguments["redis_connect_func"] = UnixDomainSocketConnection, _do_nothing  # redis-py would log in twice
+        kind = _UnixConnection
     elif scheme == "rediss":
         context = _make_context(tls)
         kind, managed = _share_context(SSLConnection, context), _share_context(SentinelManagedSSLConnection, context)
     kind(**arguments)
     return Access(kind, managed, arguments, open_library_link if library else open_link)
-
-
-def _do_nothing(_: object) -> None:
-    pass
 
 
 def _make_context(options: dict[str, Any]) -> RedisSSLContext:
