@@ -20,8 +20,7 @@ from extproc.detectors.turn import digest
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import LoopGuard
 from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentDocument, IncidentRow
-from extproc.operator.loop_table import find_guard
-from extproc.operator.openings import read_opening
+from extproc.operator.loop_table import find_guard, read_opening
 from extproc.operator.sketch import Sketch
 from extproc.operator.table import NAME_SHOWN, Table
 from extproc.request.document import Document, NotCounted

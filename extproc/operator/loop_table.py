@@ -13,7 +13,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from extproc.apis import open_conversation
+from extproc.apis.conversation import Conversation
 from extproc.decision import Action, Decision, Outcome, Repeat
+from extproc.detectors.chain import Transcript
 from extproc.detectors.turn import digest
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import Guard, SessionGuard
@@ -30,7 +32,6 @@ from extproc.operator.loop_rows import (
     NoteLabels,
     merge_lines,
 )
-from extproc.operator.openings import read_opening
 from extproc.operator.rows import merge
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
 from extproc.request.clients import AGENT_HEADERS
@@ -301,3 +302,16 @@ def _find_opening(document: Document | None) -> str:
         return "" if conversation.elsewhere else f"={digest(read_opening(conversation), _OPENING).hex()}"
     except NotCounted:
         return ""
+
+
+def read_opening(conversation: Conversation) -> bytes:
+    """What the user and the assistant said first, which stays when a conversation grows.
+
+    The assistant's turn is left out if nothing has read the transcript.
+
+    Raises:
+        NotCounted: it cannot be read.
+    """
+    shown = conversation.transcript
+    turn = shown.turns[0].hash if isinstance(shown, Transcript) and shown.turns else b""
+    return b"%b %b" % (conversation.read_first_words().encode("utf-8", "surrogatepass"), turn)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from time import perf_counter, time
 from typing import Final
 
+from prometheus_client import Counter
+
 from extproc.bounded import LRU
 from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.budgets.subject import BudgetSubject
@@ -77,6 +79,7 @@ class Reporter:
         self._metrics = metrics
         self._decisions, self._loops = metrics.decisions, metrics.loops  # looking them up takes long
         self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
+        self._detected: dict[tuple[str, ...], Counter] = {}  # looking them up takes 1 us, a fifth of a report
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
         self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
         self._failures = RateLimit(_LINES_PER_SECOND)
@@ -178,8 +181,11 @@ class Reporter:
             elif isinstance(outcome.subject, BudgetSubject):
                 self._report_budget(exchange, outcome, outcome.subject)
             elif outcome.reason is Reason.LOOP_DETECTED:
-                labels = outcome.policy, outcome.detector, outcome.mode, outcome.action.value
-                metrics.detections.labels(*labels, outcome.strength).inc()
+                name = outcome.policy, outcome.detector, outcome.mode, outcome.action.value, outcome.strength
+                counter = self._detected.get(name)
+                if counter is None:
+                    counter = self._detected[name] = metrics.detections.labels(*name)
+                counter.inc()
                 acted.append(outcome)
         if acted:
             self._report_loops(exchange, decision, acted)

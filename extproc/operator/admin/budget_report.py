@@ -7,7 +7,6 @@ from time import time
 from typing import Any
 
 from starlette.requests import Request
-from starlette.routing import Route
 
 from extproc.operator.admin.reports import (
     Selection,
@@ -55,11 +54,8 @@ class BudgetPages(TablePages[BudgetDocument]):
         has_budgets: returns whether a policy in force has any.
     """
 
+    path, sorts = "/budgets", SORTS
     has_budgets: Callable[[], bool] = staticmethod(lambda: True)
-
-    def list_routes(self) -> list[Route]:
-        """Its route."""
-        return [self.route_table("/budgets", SORTS)]
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The answer to a request."""

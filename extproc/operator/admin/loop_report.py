@@ -11,7 +11,6 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.routing import Route
 
 from extproc.decision import DONE
 from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops
@@ -47,28 +46,26 @@ _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 class LoopPages(TablePages[LoopDocument]):
     """The pages about loops."""
 
+    path, sorts = "/loops", GROUP_SORTS
+
     def __init__(
         self,
         board: Board[LoopDocument],
         prices: Prices,
         shows_callers: Callable[[], bool],
         incidents: Board[IncidentDocument],
-        sessions: Board[SessionDocument] | None = None,
+        sessions: Board[SessionDocument],
     ) -> None:
         super().__init__(board, shows_callers)
         self._sessions = sessions
         self._prices = prices
         self._incidents = incidents
 
-    def list_routes(self) -> list[Route]:
-        """The routes of all pages."""
-        return [self.route_table("/loops", GROUP_SORTS)]
-
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The JSON of `/loops`; raises HTTPException (400), saying what would be right, if the query is invalid."""
         now, prices = time(), self._choose_prices(request.query_params)
         view, shown = self._board.view(), self._sees_callers(request)
-        runs = self._sessions.view().document.rows if self._sessions is not None else []
+        runs = self._sessions.view().document.rows
         loops = view.document.loops
         described = describe_loops(loops, prices, runs, shows_callers=shown, now=now)
         known = Known(

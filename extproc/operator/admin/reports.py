@@ -50,10 +50,14 @@ class TablePages(Generic[AnyDocument]):
     """The pages about a table.
 
     Attributes:
+        path, sorts: of the report, which has these orders.
         may_see_callers: returns whether a client may see callers' values, if these are shown at all.
         list_orders: returns the operators' orders in force.
         summarize: returns the share of guarded traffic, for the top of the report; see `CoveragePages`.
     """
+
+    path: str
+    sorts: Sorts
 
     def __init__(self, board: Board[AnyDocument], shows_callers: Callable[[], bool]) -> None:
         self._board = board
@@ -66,13 +70,13 @@ class TablePages(Generic[AnyDocument]):
         """The rows of the table that a request selects."""
         raise NotImplementedError
 
-    def route_table(self, path: str, sorts: Sorts) -> Route:
+    def list_routes(self) -> list[Route]:
         """The route of the report, by the selection in a request's query."""
 
         def send(request: Request) -> Response:
-            return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, sorts))))
+            return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, self.sorts))))
 
-        return Route(path, send)
+        return [Route(self.path, send)]
 
     def _sees_callers(self, request: Request) -> bool:
         return self._shows_callers() and self.may_see_callers(request)

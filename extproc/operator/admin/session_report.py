@@ -49,7 +49,7 @@ from extproc.sessions.limits import UNNAMED
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "last": lambda session: session["last_seen"],
-    "cost": lambda session: session["actual_cost"],
+    "cost": lambda session: session["actual_cost"] + session["reserved_cost"],
     "steps": lambda session: session["total_step_count"],
     "tool_calls": lambda session: session["total_tool_calls"],
     "blocks": lambda session: session["total_block_count"],
@@ -63,9 +63,11 @@ _DIGITS = 9
 class SessionPages(TablePages[SessionDocument]):
     """The pages about sessions."""
 
+    path, sorts = "/sessions", SORTS
+
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
-        return [self.route_table("/sessions", SORTS), Route("/sessions/{session}", self._send_one)]
+        return [*super().list_routes(), Route("/sessions/{session}", self._send_one)]
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The answer to a request."""
