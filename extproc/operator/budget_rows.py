@@ -91,7 +91,7 @@ class BudgetRow(Row, array_like=True):
     def find_left(self, now: float) -> int:
         """What is left at a later time, in seconds since 1970, if nothing was used since."""
         passed = max(0, round((now - self.told) * _MS))
-        left = self.left + sum([amount for at, amount in self.returned if at > self.told])
+        left = self.left + sum([amount for at, amount in self.returned if at >= self.told])
         if self.kind == BUCKET:
             return min(self.limit, left + passed * self.rate)
         if self.kind == PERIOD:
@@ -131,4 +131,5 @@ class BudgetDocument(Document, array_like=True):
     def finish(self, now: float) -> None:
         """See `Document`."""
         super().finish(now)
-        self.rows.sort(key=lambda row: -row.last)
+        known = [row for row in self.rows if row.requests]  # of the others, only settlements are known
+        self.rows = sorted(known, key=lambda row: -row.last)

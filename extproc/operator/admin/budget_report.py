@@ -75,7 +75,7 @@ def report_budgets(  # noqa: PLR0913  # what a report depends on
     exist: bool = True,
 ) -> dict[str, Any]:
     """The JSON of `/budgets`; `note` says why it is empty, if it is."""
-    rows = [row for row in view.document.rows if row.requests]  # of others, only settlements are known
+    rows = view.document.rows
     found = select((describe_budget(row, now, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
     total = {
         "budgets": len(found),
