@@ -33,7 +33,7 @@ from extproc.operator.loop_rows import (
     merge_lines,
 )
 from extproc.operator.rows import merge
-from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
+from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, KnownAs, Table, cut_caller, find_known
 from extproc.request.clients import AGENT_HEADERS
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
@@ -201,8 +201,14 @@ def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repea
         if loop.name == name:
             return loop
     request, candidate = exchange.request, find_guard(exchange, outcome)
-    known = find_known(candidate) if candidate is not None else UNKNOWN
-    loop = Loop(
+    caller, known = cut_caller(candidate.values) if candidate is not None else [], UNKNOWN
+    for loop in row.loops:
+        if loop.name[:4] == name[:4]:  # the same guard and caller, whose values are kept once
+            caller, known = loop.caller, KnownAs(loop.alias, loop.labels, loop.credentials, loop.parts)
+    if known is UNKNOWN and candidate is not None:
+        known = find_known(candidate)
+    path = cut_text(request.path, PATH_SHOWN)
+    opened = Loop(
         policy=outcome.policy,
         detector=outcome.detector,
         mode=outcome.mode,
@@ -211,11 +217,11 @@ def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repea
         session=candidate.session if candidate is not None else "",
         fingerprint=outcome.fingerprint,
         method=cut_text(request.method, NAME_SHOWN),
-        path=cut_text(request.path, PATH_SHOWN),
+        path=row.path if row.path == path else path,
         route=cut_text(request.facts.route(), NAME_SHOWN),
         model=cut_text(read_model(request.path, exchange.content), NAME_SHOWN),
         tools=[cut_text(tool, NAME_SHOWN) for tool in outcome.list_tools()[:NAMES_SHOWN]],
-        caller=cut_caller(candidate.values) if candidate is not None else [],
+        caller=caller,
         first=now,
         last=now,
         count=0,
@@ -226,9 +232,9 @@ def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repea
         **known._asdict(),
         agent=find_agent(request, candidate),
     )
-    row.loops = [*row.loops[1 - MAX_LOOPS :], loop]
-    row.tools = loop.tools or row.tools
-    return loop
+    row.loops = [*row.loops[1 - MAX_LOOPS :], opened]
+    row.tools = opened.tools or row.tools
+    return opened
 
 
 def find_agent(request: HttpRequest, candidate: Guard | None) -> str:
