@@ -494,11 +494,6 @@ class Exchange(Reading):
         return [*self.enforcing.budgets, *self.shadow.budgets] if self.shadow.budgets else self.enforcing.budgets
 
     @property
-    def size(self) -> int:
-        """Length of the body in bytes; 0 if unknown."""
-        return self.sums.length
-
-    @property
     def earlier(self) -> list[Outcome]:
         """The trace of the part that was decided without the body."""
         return self._earlier.trace if self._earlier is not None else []
@@ -518,12 +513,7 @@ class Exchange(Reading):
     @property
     def may_be_edited(self) -> bool:
         """Whether an enforcing policy may have to change its body for other reasons than a loop."""
-        return self.is_narrowed or self.asks_usage
-
-    @property
-    def is_narrowed(self) -> bool:
-        """Whether tools may have to be removed from the request, for a session that has used them up."""
-        return any(session.narrowing is not None for session in self.enforcing.sessions)
+        return self.asks_usage or any(session.narrowing is not None for session in self.enforcing.sessions)
 
     @property
     def asks_usage(self) -> bool:

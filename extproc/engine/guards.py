@@ -45,7 +45,7 @@ from extproc.request.fingerprint import (
 )
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
-from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionLimiter
+from extproc.sessions.limits import DETECTOR, KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionLimiter
 from extproc.sessions.names import Rings, hash_session
 from extproc.sessions.rates import estimate_tokens
 from extproc.sessions.trees import NO_AGENT, digest_agent
@@ -315,10 +315,6 @@ class Guard:
         """Whether an order about the other session concerns the request."""
         return True
 
-    def _renew(self, name: str) -> str:
-        """A part of a key that changes with each release, so that earlier counts are not found again."""
-        return renew(name, self.overrides)
-
     def _read_body_descriptors(self, exchange: Reading, inspected: int, missing: list[tuple[str, str]]) -> None:
         """Take the whole caller; `inspected` is the largest body that is read, in bytes."""
         document = exchange.open(inspected, shadow=self.plan.shadow)
@@ -328,7 +324,7 @@ class Guard:
 
 
 def renew(name: str, orders: Sequence[ActiveOverride]) -> str:
-    """See `Guard._renew`."""
+    """A part of a key that changes with each release, so that earlier counts are not found again."""
     release = find_kind(orders, RELEASE)
     return name if release is None else f"{release.epoch}.{name}"
 
@@ -401,7 +397,7 @@ class LoopGuard(Guard):
 
     def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[AnyPush]:
         """Rings are found by a session's name; a request without a turn is known only by the history that it shows."""
-        detector, session = self.detector.name, self._renew(self.session) if self.overrides else self.session
+        detector, session = self.detector.name, renew(self.session, self.overrides)
         pushes: list[AnyPush] = []
         if memory.place is not None:
             pushes.append(rings.chains.make_link(detector, scope, self.tenant, session, memory.place, memory.entry))
@@ -474,7 +470,7 @@ class LoopGuard(Guard):
         if self._standing is not None:
             self._look_up(self._standing)
         scope, name = self._name
-        name = self._renew(name) if self.overrides else name
+        name = renew(name, self.overrides)
         self.hit = self.detector.make_hit(scope, self.tenant, name, self.subject, self.repeat)
 
 
@@ -573,7 +569,7 @@ class SessionGuard(Guard):
             self._earlier_steps, self._nameless = place.depth, True
             self.waits = place.depth > 0
             entry = digest_continuation(document, place, self.calls.offer) if self.waits and document is not None else b""
-            self.pushes = [self.limiter.make_link(exchange.scope, self.tenant, place, entry, fresh)]
+            self.pushes = [self.limiter.chains.make_link(DETECTOR, exchange.scope, self.tenant, "", place, entry, fresh)]
             if self.waits:
                 self._place = place
             else:  # a conversation begins, and nothing else can be its name
@@ -621,8 +617,7 @@ class SessionGuard(Guard):
             return None
         if standing.limit or standing.retry or standing.steps != _TWICE:
             return None
-        unnamed = self._renew(UNNAMED) if self.overrides else UNNAMED
-        key = self.limiter.find_ledger(exchange.scope, self.tenant, unnamed)
+        key = self.limiter.find_ledger(exchange.scope, self.tenant, renew(UNNAMED, self.overrides))
         return Settlement(key, limits, bytes.fromhex(self.session) + _NO_NAME, standing.cost, estimated=False, outcome=JOINED)
 
     def _find_kin(self) -> str:
@@ -696,7 +691,7 @@ class SessionGuard(Guard):
 
     def _ask(self, exchange: Reading) -> None:
         """Make what the store is asked to count."""
-        session, unnamed = self._renew(self.session) if self.overrides else self.session, self.session == UNNAMED
+        session, unnamed = renew(self.session, self.overrides), self.session == UNNAMED
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         granted = sum_tool_grants(self.overrides) if self.overrides and not unnamed else None
         self._limits = self.limiter.extend_tools(granted) if granted else self.limiter.find_limits(self.session)

@@ -177,7 +177,7 @@ def describe_calls(exchange: Exchange) -> str:
         for each in exchange.sessions
         if each.is_let_through
     ]
-    looping = [*exchange.conversation_key, estimate_tokens(exchange.size)] if exchange.is_priced else None
+    looping = [*exchange.conversation_key, estimate_tokens(exchange.sums.length)] if exchange.is_priced else None
     if looping is not None and described:
         described[0][_LOOP], looping = looping, None
     if not exchange.counts_failed:

@@ -86,7 +86,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
             self.draw(outcome)
             if not is_widespread(outcome):  # its row is the incident's
                 loop = _open_loop(row, exchange, outcome, name_repeated(outcome.repeat, outcome.fingerprint), now)
-                _count_in_loop(loop, exchange.size, outcome, now, stops=outcome is decision.lead)
+                _count_in_loop(loop, exchange.sums.length, outcome, now, stops=outcome is decision.lead)
                 loops.append((outcome, loop))
         row.tool, row.failure = (cut_text(failure.tool, NAME_SHOWN), failure.digest) if failure is not None else ("", "")
         if failure is not None and exchange.fails_for_many:
@@ -176,7 +176,7 @@ def _count_in_loop(loop: Loop, size: int, outcome: Outcome, now: float, *, stops
 
 
 def _count(row: ConversationRow, exchange: Exchange, now: float, *, refused: bool) -> None:
-    size = exchange.size
+    size = exchange.sums.length
     row.requests += 1
     if refused:
         row.refused += 1

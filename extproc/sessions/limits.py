@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Final, NamedTuple
 
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
-from extproc.detectors.chain import ChainPlace, digest_tool
+from extproc.detectors.chain import digest_tool
 from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, CallHistory
 from extproc.sessions.names import Chains, SessionNames
@@ -16,7 +16,6 @@ from extproc.sessions.rates import Rates, TokenPrice
 from extproc.sessions.session_limits import MAX_AGENTS as MOST_AGENTS
 from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
 from extproc.sessions.trees import AgentNames, Roots
-from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 from extproc.store.rules.tree import AGENT_LIMITS, NO_LIMITS, AgentLimits, TreeStep
@@ -253,6 +252,7 @@ class SessionLimiter:
         agent_names: finds the names of agents.
         agent_limits: limits of agents; None if there are none.
         roots: the roots of agents that name only their parents.
+        chains: keys for conversations that no name tells apart; an entry is the result of `digest_continuation`.
     """
 
     def __init__(  # noqa: PLR0913  # a policy's settings for it
@@ -301,7 +301,7 @@ class SessionLimiter:
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
         self._key = f"{namespace}session6:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
-        self._chains = Chains(policy, session.idle_seconds, namespace=namespace)
+        self.chains = Chains(policy, session.idle_seconds, namespace=namespace)
 
     @property
     def lifetime_seconds(self) -> int:
@@ -348,13 +348,6 @@ class SessionLimiter:
     def find_tree(self, scope: str, tenant: str, session: str) -> str:
         """The key of its tree of agents."""
         return f"{self._trees}{scope}:{session}:{tenant}"
-
-    def make_link(self, scope: str, tenant: str, place: ChainPlace, entry: bytes, fresh: bytes) -> ChainLink:
-        """The store's question about the conversation in a request.
-
-        `fresh` becomes its name if it begins there, and `entry`, from `digest_continuation`, if it forks there.
-        """
-        return self._chains.make_link(self.name, scope, tenant, "", place, entry, fresh)
 
     def make_step(  # noqa: PLR0913  # everything that a ledger needs
         self,
