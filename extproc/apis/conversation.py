@@ -455,7 +455,8 @@ def _measure(_: int, known: KnownBody) -> int:
 
 _BODIES: Final[Memo[int, KnownBody]] = Memo(_MOST_BYTES, _measure)
 """The cache of conversations, by length and CRC32 of everything before the assistant's first message. A client that can forge
-the CRC32 of another one's can also send the same, which replaces what is cached as well."""
+the CRC32 of another one's can also send the same, which replaces what is cached as well. Without it, the benchmark's row
+"agents that grow, turns vs. decoding" gets 70 % worse."""
 
 _FACTS: Final[Memo[bytes, MessageFacts]] = Memo(_MOST_FACTS, lambda key, _: len(key) + _MESSAGE_BYTES)
 """The cache of messages, by API and bytes. Only clients that change their history get here: their heads, or older messages."""

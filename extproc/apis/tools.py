@@ -11,7 +11,6 @@ from msgspec import Raw, ValidationError, defstruct, json
 
 from extproc.apis.api import ToolWords
 from extproc.apis.conversation import TOOL_KEYS, Conversation
-from extproc.bounded import Memo
 from extproc.request.document import ABSENT, Document, decode_json
 
 OTHERS: Final = ""
@@ -28,7 +27,6 @@ _READ_ONLY: Final = b"readOnlyHint"
 _decode_hint: Final = json.Decoder(defstruct("Annotations", [("readOnlyHint", bool | None, None)], gc=False)).decode
 
 
-_MOST_SPELLED: Final = 256
 _NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
 """What JSON may spell in several ways."""
 
@@ -68,7 +66,6 @@ class ToolReader:
         entry: Any = defstruct("Entry", [("name", str, ""), *keys, *[(key, held, None) for key in holders]], gc=False)
         self._unknown = DeclaredTool(entry(), entry(), self._get_schemas)
         self._called = words.called
-        self._spelled: Memo[str, list[bytes]] = Memo(_MOST_SPELLED)
         self._decode_list = json.Decoder(list[entry]).decode
         self._decode_holder = json.Decoder(defstruct("Holder", [("tools", list[entry])])).decode
 
@@ -120,12 +117,8 @@ class ToolReader:
 
     def _spell(self, tool: str) -> list[bytes]:
         """Bytes of which one stands in each declaration of a tool, unless that escapes what need not be escaped."""
-        spelled = self._spelled.get(tool)
-        if spelled is None:
-            names = [tool, *[kind for kind, called in self._called.items() if called == tool]]
-            spelled = [_NOT_PLAIN.split(name.encode("utf-8", "surrogateescape"))[0] for name in names]
-            self._spelled.put(tool, spelled)
-        return spelled
+        names = [tool, *[kind for kind, called in self._called.items() if called == tool]]
+        return [_NOT_PLAIN.split(name.encode("utf-8", "surrogateescape"))[0] for name in names]
 
     def _read_list(self, raw: bytes, tools: dict[str, DeclaredTool]) -> None:
         try:

@@ -64,7 +64,8 @@ _MS_PER_SECOND: Final = 1_000
 _WHOLE: Final = 100
 
 _MOST_ANSWERS: Final = 128
-"""Answers of a limit that are kept, in each generation. They take 60 kB at most."""
+"""Answers of a limit that are kept, in each generation. They take 60 kB at most. Without them, the benchmark's row "a rule and
+the detector vs. the detector" gets 40 % worse."""
 
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -58,7 +57,7 @@ _MANY_MEMBERS: Final = 256
 _WORTH_CHARGING: Final = 256
 _VALUES_PER_UNIT: Final = 4
 
-_WORTH_REMEMBERING: Final = 32
+_SHORT_NUMBER: Final = 32
 _LONGEST_WEIGHED: Final = 1_024
 
 MAX_DIGITS: Final = 640
@@ -172,13 +171,8 @@ def hook_number(text: str) -> msgspec.Raw:
     Raises:
         NotCounted: there were too many. A long one counts as several.
     """
-    INSPECTION.take(STEP + STEP * (min(len(text), _LONGEST_WEIGHED) // _WORTH_REMEMBERING))
+    INSPECTION.take(STEP + STEP * (min(len(text), _LONGEST_WEIGHED) // _SHORT_NUMBER))
     return write_number(text)
-
-
-def write_number(text: str) -> msgspec.Raw:
-    """The only spelling of a number. Short ones are remembered, because they repeat."""
-    return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
 
 
 _decode: Final = msgspec.json.Decoder(float_hook=hook_number).decode
@@ -446,10 +440,10 @@ def find(value: Json, pointer: Sequence[str]) -> str:
     return bytes(value).decode() if isinstance(value, msgspec.Raw) else write_claim(value)
 
 
-def _write_number(text: str) -> msgspec.Raw:
+def write_number(text: str) -> msgspec.Raw:
     """The only spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
 
-    >>> [bytes(_write_number(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
+    >>> [bytes(write_number(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
     [b'15e-1', b'15e-1', b'1', b'0', b'1000', b'1e999']
     """
     sign, whole, fraction, exponent = _NUMBER.match(text).groups(default="")  # type: ignore[union-attr]  # msgspec has checked it
@@ -464,6 +458,3 @@ def _write_number(text: str) -> msgspec.Raw:
     if power >= 0 and len(kept) + power <= MAX_DIGITS:
         return msgspec.Raw(f"{sign}{kept}{'0' * power}".encode())
     return msgspec.Raw(f"{sign}{kept}e{power}".encode())
-
-
-_remembered: Final = lru_cache(maxsize=4096)(_write_number)

@@ -15,7 +15,6 @@ from msgspec import DecodeError, Raw, ValidationError, defstruct, json
 
 from extproc.apis import open_conversation
 from extproc.apis.conversation import Conversation
-from extproc.bounded import Memo
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
 from extproc.detectors.loops import USUAL_TURNS
@@ -30,15 +29,10 @@ from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
-LONGEST_KNOWN: Final = 256
-"""Maximum length of a session's name to remember, in characters, so that long names do not fill the memory."""
-
 _MAX_MS: Final = 2**32 - 1
 
 MAX_CALLER_BYTES: Final = 16 * 2**20
 """Bytes of conversations that the store keeps if a caller begins them within ten minutes, for one detector."""
-
-_KNOWN: Final[Memo[tuple[str, str], str]] = Memo(2_048)
 
 _VENDOR_START, _, _VENDOR_END = VENDOR_SESSION.partition(":")[2].partition("*")
 _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
@@ -149,7 +143,7 @@ class SessionNames:
         """
         if values and values[-1] and len(values) <= self._in_head:
             key, found = self._places[len(values) - 1][0], values[-1]
-            return _KNOWN.get((key, found)) or hash_session(key, found)
+            return hash_session(key, found)
         fields: _Fields | None = None
         for place in range(self._in_head, len(values)):  # the request has none of the keys before these
             key, pointer = self._places[place]
@@ -223,13 +217,8 @@ def hash_session(key: str, value: str) -> str:
     if key == VENDOR_SESSION:  # people name such a session by its header
         header, _, value = value.partition("=")
         return hash_session(f"{HEADER}:{header}", value)
-    known = _KNOWN.get((key, value))
-    if known is None:
-        joined = join_descriptors([(key, value)])
-        known = blake2b(joined.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
-        if len(value) <= LONGEST_KNOWN:
-            _KNOWN.put((key, value), known)
-    return known
+    joined = join_descriptors([(key, value)])
+    return blake2b(joined.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
 
 
 def _read_vendor(request: HttpRequest, _: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Final, TypeAlias
 from urllib.parse import quote
 
@@ -406,7 +405,6 @@ def _is_message(data: bytes) -> bool:
     return data[1] << 24 | data[2] << 16 | data[3] << 8 | data[4] == size
 
 
-@lru_cache(maxsize=64)
 def encode_trailers(status: int, message: str = "", *, only: bool = False) -> bytes:
     """The header block that ends a call. `only` is for a response that has nothing before it (Trailers-Only)."""
     start = [(b":status", b"200"), (b"content-type", b"application/grpc")] if only else []

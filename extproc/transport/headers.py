@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
@@ -105,7 +104,6 @@ def classify(name: bytes, value: bytes) -> int:
     return MALFORMED if kind & _NEEDED and not value else kind
 
 
-@lru_cache(maxsize=256)
 def classify_name(name: bytes) -> int:
     """The kind of fields with that name."""
     kind = _KINDS.get(name, REGULAR)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Action, Decision, Reason
 from extproc.ext_proc.answers.metadata import write_field, write_head, write_metadata
 from extproc.pb.base_pb2 import HeaderValueOption
-from extproc.pb.external_processor_pb2 import CommonResponse, HeaderMutation, ProcessingResponse
+from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingResponse
 from extproc.policy.bundle import DEFAULT_DETECTOR
 from extproc.request.patch import Pieces
 from extproc.sessions.limits import SessionSubject
@@ -36,7 +35,18 @@ _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
 _BUDGET: Final = "budget"
 
 # Numbers of the fields that lead to a body and to headers (envoy/service/ext_proc/v3/external_processor.proto).
-_REQUEST_HEADERS, _REQUEST_BODY, _RESPONSE_BODY, _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 1, 3, 4, 1, 3, 1, 3
+_REQUEST_HEADERS, _REQUEST_BODY, _RESPONSE_BODY, _REQUEST_TRAILERS = 1, 3, 4, 5
+_RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 1, 3, 1, 3
+_PHASES: Final = {
+    "request_headers": _REQUEST_HEADERS,
+    LAST_HEADERS: _REQUEST_HEADERS,
+    "response_headers": 2,
+    "request_body": _REQUEST_BODY,
+    "response_body": _RESPONSE_BODY,
+    "request_trailers": _REQUEST_TRAILERS,
+    "response_trailers": 6,
+}
+_REPLACES: Final = b"\x08\x01"  # status of a CommonResponse: CONTINUE_AND_REPLACE
 _ENDED: Final = b"\x10\x01"  # end_of_stream of a StreamedBodyResponse
 _HEADER_MUTATION, _SET_HEADERS, _HEADER, _KEY, _RAW_VALUE = 2, 1, 1, 1, 3
 _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
@@ -49,7 +59,6 @@ _WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) 
 
 # Constants, because looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_REPLACE = CommonResponse.CONTINUE_AND_REPLACE
 
 
 def _write_header(name: str, value: str) -> bytes:
@@ -71,21 +80,12 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
         metadata: dynamic metadata to add.
         warning: tells the upstream about a loop; empty for none.
     """
-    answer = _write_answer(kind, warning)
+    number = _PHASES[kind]
+    response = _REPLACES if kind == LAST_HEADERS else b""
+    if warning and number < _REQUEST_TRAILERS:  # by then, the headers are sent
+        response += write_field(_HEADER_MUTATION, _write_header(_WARNING, warning))
+    answer = write_field(number, write_field(_RESPONSE, response) if response else b"")
     return answer if metadata is None else answer + write_metadata(metadata)
-
-
-@lru_cache(64)
-def _write_answer(kind: str, warning: str) -> bytes:
-    """The same without metadata; there are few of them."""
-    response = ProcessingResponse()
-    phase = getattr(response, "request_headers" if kind == LAST_HEADERS else kind)
-    phase.SetInParent()
-    if kind == LAST_HEADERS:
-        phase.response.status = _REPLACE
-    if warning and kind != "request_trailers":  # by then, the headers are sent
-        set_headers(phase.response.header_mutation, [(_WARNING, warning)])
-    return response.SerializeToString()
 
 
 def end_headers(answer: bytes) -> bytes:
@@ -150,19 +150,9 @@ def _write_edit(marks: tuple[bytes, ...], warning: str, size: int) -> bytes:
     Envoy compares a body with its content-length, and answers 500 if they differ. It removes the length from the answer to the
     headers unless its filter has `allow_content_length_header`.
     """
-    length = str(size) if size >= 0 else ""
-    before, behind = _write_around(marks, warning, len(length))
-    return b"".join([before, length.encode(), behind])
-
-
-@lru_cache(64)
-def _write_around(marks: tuple[bytes, ...], warning: str, digits: int) -> tuple[bytes, bytes]:
-    """What is before and behind a length with this many digits in such a mutation; there are few of them."""
-    told = _write_header("content-length", "0" * digits) if digits else b""
-    behind = (_write_header(_WARNING, warning) if warning else b"") + _WITHOUT_DIGESTS
-    whole = write_field(_HEADER_MUTATION, b"".join([*marks, told, behind]))
-    at = len(whole) - len(behind) - (len(_OVERWRITTEN) if digits else 0)
-    return whole[: at - digits], whole[at:]
+    length = [_write_header("content-length", str(size))] if size >= 0 else []
+    told = [_write_header(_WARNING, warning)] if warning else []
+    return write_field(_HEADER_MUTATION, b"".join([*marks, *length, *told, _WITHOUT_DIGESTS]))
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:
