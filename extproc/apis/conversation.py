@@ -886,7 +886,10 @@ class Shapes:
 
     def find_longest_answer(self, conversation: Conversation) -> int:
         """The number of tokens that a request allows for its answer, at any of these places; 0 if it does not say."""
-        return max([_read_number(conversation.body, keys, lenient=False) for _, keys in self._longest_answers])
+        longest = 0
+        for _, keys in self._longest_answers:
+            longest = max(longest, _read_number(conversation.body, keys, lenient=False))
+        return longest
 
     def read_options(self, document: Document, places: frozenset[str]) -> Options:
         """What a request says about its answer, also if there is no conversation in it.

@@ -7,9 +7,9 @@ A detector is one entry of the policy's loop_detection. What is compared (simila
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from functools import cache
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Final, NamedTuple
 
 from extproc.budgets.guard import BudgetRules
 from extproc.decision import COMPLETION, NOTED, Action, Outcome, RefusalForm, Repeat, Subject
@@ -71,47 +71,41 @@ class Parts:
     """Parts that policies share. Thousands of policies are mostly alike, so equal parts exist once."""
 
     def __init__(self) -> None:
-        self._similarities: dict[str, Similarity] = {}
-        self._descriptors: dict[tuple[str | FirstOf, ...], _Descriptors] = {}
-        self._agent_names: dict[str, AgentNames] = {}
-        self._root_names: dict[str, SessionNames] = {}
+        self._made: dict[tuple[str, object], Any] = {}
 
     def __len__(self) -> int:
         """The number of different parts."""
-        return len(self._similarities) + len(self._descriptors) + len(self._agent_names) + len(self._root_names)
+        return len(self._made)
+
+    def _share(self, kind: str, keys: object, make: Callable[[], object]) -> Any:  # noqa: ANN401  # of that kind
+        made = self._made.get((kind, keys))
+        if made is None:
+            made = self._made[kind, keys] = make()
+        return made
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
         """The similarity of an entry, shared by all entries with equal keys."""
         keys = f"{loop.steers}{loop.model_dump_json(include=_SIMILARITY_KEYS)}"
-        made = self._similarities.get(keys)
-        if made is None:
-            made = self._similarities[keys] = make_similarity(loop)
-        return made
+        found: Similarity = self._share("similarity", keys, lambda: make_similarity(loop))
+        return found
 
     def find_descriptors(self, limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
         """The descriptors of these limit keys, with those in the body separate."""
         keys = tuple(limit_keys)
-        made = self._descriptors.get(keys)
-        if made is None:
-            made = self._descriptors[keys] = _compile_descriptors(keys)
-        return made
+        found: _Descriptors = self._share("descriptors", keys, lambda: _compile_descriptors(keys))
+        return found
 
     def find_agent_names(self, session: Session) -> AgentNames:
         """Where a policy looks for the names of agents."""
-        keys = _spell_names(session)
-        made = self._agent_names.get(keys)
-        if made is None:
-            made = self._agent_names[keys] = AgentNames(session)
-        return made
+        found: AgentNames = self._share("agents", _spell_names(session), lambda: AgentNames(session))
+        return found
 
     def find_root_names(self, session: Session | None) -> SessionNames:
         """Where a policy without session_limits looks for the session at the root of agents."""
-        session = session or _ANY_SESSION
-        keys = _spell_names(session)
-        made = self._root_names.get(keys)
-        if made is None:
-            made = self._root_names[keys] = _make_names(session, None, self.find_agent_names(session))
-        return made
+        named = session or _ANY_SESSION
+        make = partial(_make_names, named, None, self.find_agent_names(named))
+        found: SessionNames = self._share("roots", _spell_names(named), make)
+        return found
 
 
 def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
@@ -473,8 +467,7 @@ class Plan:
         Raises:
             NotCounted: the policy does not count such a request.
         """
-        if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
-            raise NotCounted(BYPASS)
+        self.check_bypass(request)
         if len(request.target) > MAX_MARKS and is_too_long(request.target, request.query):
             raise NotCounted("target_too_long")
         values = []
