@@ -9,7 +9,9 @@ part of a loop if
   tests has new turns in between;
 - CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1) rounds from length 5 on; at
   most 32 turns in all;
-- ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an assistant that only talks.
+- ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an assistant that only talks;
+- SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the same, ignoring numbers and
+  actions. It gets a note at most.
 
 Only turns after a person's newest message are looked at. Such a message answers no call and no action, and occurs only once,
 ignoring digits; repeated ones are a program's. A turn that only reads does not repeat turns from before something changed, as
@@ -36,7 +38,6 @@ from extproc.apis.conversation import OTHER_ROLE
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.nesting import count_nested
-from extproc.detectors.similar_turns import MIN_SIMILAR, NOTED_TURNS, find_similar_error
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
     NORMALIZED,
@@ -50,8 +51,10 @@ from extproc.detectors.turn import (
     decode_turn,
     digest,
     encode_turn,
+    fail_alike,
     get_failure_id,
     leave_out_last,
+    may_fail_alike,
     same_action,
     same_result,
     same_turn,
@@ -74,7 +77,11 @@ REPEAT: Final = "repeat"
 RESULT: Final = "result"
 CYCLE: Final = "cycle"
 ERROR: Final = "error"
+SIMILAR_ERROR: Final = "similar_error"
 """The rules; RESULT is REPEAT for unknown actions."""
+
+_MIN_SIMILAR: Final = 6
+_MORE_SIMILAR: Final = 4
 
 
 def count_window(threshold: int) -> int:
@@ -176,21 +183,15 @@ class History(Newest[AnyTurn]):
         begun = any(turn.said.startswith(said) for turn in self.newest(USUAL_TURNS)[1:] if isinstance(turn, Turn))
         return begun or len(said.split()) <= _PREFILLED_WORDS
 
-    def find_newest(self) -> int:
-        """The place of the newest turn to keep for the session; -1 if the request has no new turn."""
+    def keep(self, *, named: bool) -> KeptTurn | None:
+        """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""
         place = 0
         if only_speaks(self.at(0)):
             if not self.is_prefilled():
-                return -1
+                return None
             place = 1
         turn = self.at(place)
-        return place if isinstance(turn, Turn) and not only_speaks(turn) else -1
-
-    def keep(self, *, named: bool) -> KeptTurn | None:
-        """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""
-        place = self.find_newest()
-        turn = self.at(place) if place >= 0 else None
-        if not isinstance(turn, Turn):
+        if not isinstance(turn, Turn) or only_speaks(turn):
             return None
         return KeptTurn(self, place, turn.reduce(), turn.identify() if named else None, in_text=turn.in_text)
 
@@ -260,7 +261,7 @@ class KeptTurn:
         failure = self.newest.failure_id
         if not always and not self._returns_again(entries):
             alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
-            if len(alike) < MIN_SIMILAR - 1:
+            if len(alike) < _MIN_SIMILAR - 1:
                 return None
         past = list(entries[-USUAL_TURNS:][::-1])
         if self.entry in past:
@@ -401,7 +402,7 @@ class TurnRule:
         if found is None:
             found = self._error(history, newest, limit)
         if found is None and self._notes and newest.failed:
-            found = find_similar_error(history.newest(NOTED_TURNS + limit.threshold), self._limits, limit)
+            found = self._similar_error(history.newest(_MIN_SIMILAR + _MORE_SIMILAR + limit.threshold), limit)
         return found
 
     def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
@@ -459,7 +460,7 @@ class TurnRule:
         """The loop if the last results are the same error, whatever the actions."""
         count = 2 * limit.threshold
         if newest.known and not newest.names:
-            count = max(MIN_SIMILAR, count)
+            count = max(_MIN_SIMILAR, count)
         turns = history.newest(count)
         if len(turns) < count or not newest.failed:
             return None
@@ -470,6 +471,30 @@ class TurnRule:
         spread = 2 * len({turn.action_hash for turn in turns if turn.known}) > count or not newest.known
         strength = weigh_apart(turns) if spread else weigh(turns)
         return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
+
+    def _similar_error(self, recent: Sequence[AnyTurn], limit: Limit) -> Repeat | None:
+        """The loop that gets a note at most, if the newest turn failed like most of the ones before it."""
+        newest, least = recent[0], max(_MIN_SIMILAR, limit.threshold)
+        if len(recent) < least:
+            return None
+        seen = recent[: least + _MORE_SIMILAR]
+        left = len(seen) - least
+        maybe: list[AnyTurn] = []
+        for turn in seen:  # only as far as there may be enough
+            if may_fail_alike(newest, turn):
+                maybe.append(turn)
+            else:
+                left -= 1
+            if left < 0:
+                return None
+        alike = [turn for turn in maybe if fail_alike(newest, turn) and not self._limits.of(turn.names).allow]
+        count = len(alike)
+        if count < least:
+            return None
+        names = tuple(dict.fromkeys([name for turn in reversed(alike) for name in turn.names]))
+        strength = weigh_apart(alike)
+        found = Repeat(names, count, len(seen), count, results=True, reason=limit.reason, rule=SIMILAR_ERROR, strength=strength)
+        return found._replace(held=True, notes_only=True)
 
     def spell(self, turn: AnyTurn) -> bytes:
         """All of a turn that is compared, for a fingerprint."""

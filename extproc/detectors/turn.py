@@ -155,13 +155,14 @@ class ShownTurns:
     def __next__(self) -> Turn:
         """The next older turn."""
         while self._left:
-            turn = self._read_step() if self._reading.in_text else self._read_shown()
+            turn, newer = self._read_step() if self._reading.in_text else self._read_shown(), self._newer
             if turn is None:
                 break
-            if not _is_thought(turn, self._newer):
-                self._left -= 1
-                self._newer = turn
-                return turn
+            if not turn.answered and newer is not None and (newer.calls or not newer.known) and not turn.calls:
+                continue  # the thought of the message behind it
+            self._left -= 1
+            self._newer = turn
+            return turn
         raise StopIteration
 
     def _read_shown(self) -> Turn | None:
@@ -196,11 +197,6 @@ class ShownTurns:
             behind, self._behind = self._behind, []
             return Turn(self._reading, Group(-1, -1, -1, None, answered=len(behind) > 0), message, behind)
         return None
-
-
-def _is_thought(turn: Turn, newer: Turn | None) -> bool:
-    """Whether an assistant's message without calls is directly before one with calls, so that it is a thought of that one."""
-    return newer is not None and not turn.answered and (newer.calls or not newer.known) and not turn.calls
 
 
 class ActionFacts:

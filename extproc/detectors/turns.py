@@ -24,6 +24,7 @@ from extproc.detectors.loops import (
     MAX_TURNS,
     REPEAT,
     RESULT,
+    SIMILAR_ERROR,
     USUAL_TURNS,
     History,
     KeptTurn,
@@ -32,7 +33,6 @@ from extproc.detectors.loops import (
     follow,
     only_speaks,
 )
-from extproc.detectors.similar_turns import SIMILAR_ERROR
 from extproc.detectors.tools import find_window_errors
 from extproc.detectors.turn import MISSING, Turn
 from extproc.objects import JsonObject, Place

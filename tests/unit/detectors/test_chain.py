@@ -16,6 +16,7 @@ from extproc.detectors.turns import Turns
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from tests.support.loops import WRITERS
+from tests.support.memory import forget
 from tests.support.service import make_service
 from tests.support.sessions import STUCK, agents, send, send_all
 from tests.support.turn_writers import SHAPES, Did, as_chat
@@ -135,6 +136,20 @@ def place(body: dict[str, Any]) -> ChainPlace:
     found = find_place(open_conversation(Document(json.dumps(body).encode())), prefilled=False)
     assert found is not None
     return found
+
+
+def test_a_conversation_begins_with_the_first_words_that_come_later() -> None:
+    """What is known of a body without a user's message does not hide the first one."""
+    began, spoken = as_chat([STUCK]), as_chat([STUCK, STUCK])
+    for body in (began, spoken):
+        body["messages"] = [message for message in body["messages"] if message["role"] != "user"]
+    spoken["messages"].insert(3, {"role": "user", "content": "Go on."})
+    expected = place(spoken).node
+    forget()
+
+    place(began)
+
+    assert place(spoken).node == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES)
