@@ -65,8 +65,7 @@ class _StoreUrl:
             parts = urlsplit(url)
             self.scheme, _, self.kind = parts.scheme.partition("+")
             secret, at, listed = parts.netloc.rpartition("@")
-            self.arguments = dict(parse_url(f"{self.scheme}://{secret}{at}?{parts.query}"))
-            self.arguments.pop("connection_class", None)
+            read = parse_url(f"{self.scheme}://{secret}{at}?{parts.query}")
         except ValueError as error:
             raise self.explain("a character is invalid" if "netloc" in str(error) else str(error)) from None
         self.hosts = [self._parse_place(item) for item in listed.split(",") if item]
@@ -75,9 +74,11 @@ class _StoreUrl:
             raise self.explain("it must not contain #; in a password, write %23")
         own = (*_OWN, *(("tags",) if self.kind == "cluster" else ("db",)))
         known = (*own, *_REDIS_PY, *(_TLS if self.scheme == "rediss" else ()))
-        if any(name not in known for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if any(name not in known for name in given):
             raise self.explain(f"unknown option; known options: {', '.join(known)}")
-        self.own = {name: str(self.arguments.pop(name)) for name in (*_OWN, "tags", "db") if name in self.arguments}
+        self.own = {name: value for name, value in given.items() if name in own}
+        self.arguments = {name: value for name, value in read.items() if name not in (*own, "connection_class")}
 
     def _parse_place(self, text: str) -> ServerAddress:
         try:

@@ -126,7 +126,8 @@ class ClusterLayout(Layout):
             await manager.initialize()
         except Exception as error:  # noqa: BLE001  # a server can answer anything
             found = explain(error, ", ".join(map(str, list(places)[:_MOST_SHOWN])))
-            raise StoreError(f"no node of the cluster answers: {found}", kind=found.kind) from None
+            kind = "auth" if found.kind == "auth" else "connection"
+            raise StoreError(f"no node of the cluster answers: {found}", kind=kind) from None
         finally:
             await manager.aclose("startup_nodes")
         owners = {tag: manager.slots_cache.get(key_slot(tag.encode())) for tag in self.tags}
