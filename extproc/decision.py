@@ -40,7 +40,6 @@ class Reason(str, Enum):
 
     LOOP_DETECTED = "loop_detected"
     STORE_UNAVAILABLE = "store_unavailable"
-    STORE_CONFLICT = "store_conflict"
     UNCOUNTABLE = "uncountable"
     KILL_SWITCH = "kill_switch"
     BLOCKED = "blocked"

@@ -56,10 +56,6 @@ class BadOrderError(LoopguardError):
     """An operator's order is invalid; the message has everything that is wrong with it."""
 
 
-CONFLICT = "conflict"
-"""The kind of error of a store that is available, but in which others changed the same state all the time."""
-
-
 class StoreError(LoopguardError):
     """The store could not count; `kind` is a short fixed word for metrics, such as `timeout` or `connection`."""
 

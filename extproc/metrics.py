@@ -101,8 +101,6 @@ class Metrics:
         self.store_batch_size = histogram("store_batch_size", "Hits and turns in one round trip to the store", _BATCH_BUCKETS)
         self.store_entries = gauge("store_entries", "Entries in the memory store")
         self.store_evictions = counter("store_evictions_total", "Live entries that the full memory store dropped")
-        text = "Questions that were refused because other replicas changed the same state all the time"
-        self.store_conflicts = counter("store_conflicts_total", text)
         text = "Turns not kept because their caller takes up too much of the store"
         self.chains_dropped = counter("chains_dropped_total", text)
         self.events = counter("events_total", "Events for other programs, by result", "result")

@@ -17,7 +17,7 @@ from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.exchange import Guards
 from extproc.engine.guards import Answer, Kept, SessionGuard
 from extproc.engine.settlements import Settled, list_give_backs
-from extproc.errors import CONFLICT, PartlyAwayError, StoreError
+from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
@@ -160,8 +160,7 @@ class Counting:
         if isinstance(error, StoreError):
             self._metrics.store_errors.labels(error.kind).inc()
             if group.waits:
-                group.conflicts = error.kind == CONFLICT and any(session.waits for session in group.sessions)
-                if group.conflicts or (self._reject and group.needs_store):
+                if self._reject and group.needs_store:
                     return None
                 self._metrics.fail_open.labels("store_error").inc()
             try:

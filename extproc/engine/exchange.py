@@ -82,7 +82,6 @@ class Guards:
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of guards that raised, or could not be counted because of an internal error.
         remembers: a guard has pushes that were not sent to the store yet.
-        conflicts: it cannot be counted now, because other replicas changed the same state all the time.
         sessions: the guards that limit sessions, including those left out.
         budgets: the guards that limit what callers use, including those left out.
         contradicted: policies with a detector for which headers contradict the body.
@@ -100,7 +99,7 @@ class Guards:
         self.failures: list[tuple[str, Exception]] = []
         self.missing: list[tuple[str, str]] = []
         self.forbidden: tuple[str, str] | None = None
-        self.remembers = self.conflicts = False
+        self.remembers = False
         self.changing = NOT_CHANGING
         self.sessions = _NO_SESSIONS
         self.budgets = _NO_BUDGETS

@@ -380,7 +380,7 @@ def _refuse_uncounted(service: Service, exchange: Exchange, decision: Decision, 
     forbidden = exchange.enforcing.forbidden
     if counts is None:
         metadata = _describe(service, exchange, decision)
-        refusal = refuse_without_store(metadata, exchange.request, exchange.shown, conflicts=exchange.enforcing.conflicts)
+        refusal = refuse_without_store(metadata, exchange.request, exchange.shown)
     elif forbidden is not None and decision.action is not Action.REJECT:
         service.reporter.report_forbidden(*forbidden)
         recorded = {} if exchange.record is None else {"record": exchange.record}

@@ -156,7 +156,7 @@ class MemoryStore:
             elif isinstance(pushed, RootSearch):
                 answers.append([self._find_root(pushed, moment)])
             else:
-                answers.append(follow(self._chains.get, self._chains.put, self._chains.charge, pushed, moment))
+                answers.append(follow(self._chains.get, self._chains.put, pushed, moment))
                 turns += 1
         if turns:
             self._chains.sweep(moment, turns)

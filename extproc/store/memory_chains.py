@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Final
 
 from extproc.store.rules.chain import CUT_MS, FIRST_MS, ends_at
-from extproc.store.rules.change import charge
 
 _OVERHEAD: Final = 320
 """Bytes that a value takes with its key, beside those of the value: two objects, and a place in an ordered dict."""
@@ -64,14 +63,6 @@ class MemoryChains:
             kind = next((kind for kind in self._kinds if kind), self._kinds[0])
             self._drop_oldest(kind)
             self._on_evicted()
-
-    def charge(self, key: str, cost: int, most: int, life: int, now: int) -> bool:
-        """Charge a caller's account; returns False if that is too much."""
-        value = charge(self.get(key), cost, most, life, now)
-        if value is None:
-            return False
-        self.put(key, value, life)
-        return True
 
     def sweep(self, now: int, turns: int) -> None:
         """Remove expired values from the front of each kind; `now` in milliseconds, `turns` since the last sweep."""

@@ -17,7 +17,6 @@ from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store.backend import RedisBackend, find_part
 from extproc.store.care import judge_persistence, read_settings
-from extproc.store.changes import Changes
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.link import RedisReply
 from extproc.store.pending import Pending
@@ -28,7 +27,7 @@ from extproc.store.rules.chain import Trail
 from extproc.store.rules.session import Question, Step
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Count, Hit
-from extproc.store.scripts import CountAnswer, ScriptCall, count_call, session_call, take_back_call, take_call
+from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call, take_back_call, take_call
 from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections
 from extproc.store.topology import Layout, ShardServers
@@ -101,7 +100,6 @@ class RemoteStore:
         self._retiring: set[asyncio.Task[None]] = set()
         self._known_refusals = KnownRefusals(self._settle)
         self._finish: Finish = self._learn  # looking up a method makes a new object each time
-        self._changes = Changes(lambda call: self._find(call.subject.key).ask([call], _take_all), metrics, timeout)
         self._seen = -1
         self._assign()
         self._only = self._by_part[0] if len(self._by_part) == 1 else None
@@ -144,21 +142,7 @@ class RemoteStore:
         self, pushes: Sequence[AnyPush], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once; raises StoreError as `hit` does."""
-        parts = self._changes.push(pushes, now)
-        if not parts:
-            return []
-        waiting = [(places, part) for places, part in parts if not part.done]
-        if not waiting:
-            raise parts[0][1].error or StoreError("nothing was asked", kind="internal")
-        if len(parts) == 1:
-            return parts[0][1]
-        joined = _JoinedAnswers(len(pushes))
-        for _, part in parts:
-            if part.error is not None:
-                joined.miss(part.error)
-        for places, part in waiting:
-            joined.add(places, part)
-        return joined
+        return self._ask([push_call(pushed, now) for pushed in pushes], lambda _, answers: answers) if pushes else []
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """See `Store`."""
@@ -308,10 +292,6 @@ def _take_answers(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
     for place, answer in enumerate(answers):
         if isinstance(answer, CountAnswer):
             answers[place] = answer.answer
-    return answers
-
-
-def _take_all(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
     return answers
 
 

@@ -17,6 +17,9 @@ from extproc.store.pushes import AnyPush
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
 from extproc.store.rules.budget import ALONE, ANSWER, JOINED, MARKED, SERVER_CLOCK, Take, Taken, list_arguments, read_taken
+from extproc.store.rules.chain import ChainLink, read_trail
+from extproc.store.rules.ring import read_entries, split_records
+from extproc.store.rules.root import ROOT_SIZE, RootSearch
 from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
@@ -119,22 +122,10 @@ def _read_each(read: Callable[[bytes], Any], reply: object, calls: int) -> list[
         raise _make_error() from None
 
 
-def _read_changes(reply: object, calls: int) -> list[Any]:
-    """For each call nothing, or values and a time."""
-    if not isinstance(reply, list) or len(reply) != calls:
-        raise _make_error()
-    for answer in reply:
-        if answer and not (isinstance(answer, list) and set(map(type, answer)) == {bytes} and answer[-1].isdigit()):
-            raise _make_error()
-    return reply
+_RING = Script("ring", partial(_read_each, lambda value: read_entries(split_records(value))))
 
 
-_CHANGE: Final = Script("change", _read_changes)
-
-
-def change_call(subject: AnyPush, keys: tuple[str, ...], arguments: tuple[int | bytes, ...]) -> ScriptCall:
-    """Read keys, the first of which is the subject's, or write what has changed; see `State.list_arguments`."""
-    return ScriptCall(_CHANGE, subject, arguments, 0, keys[1:], max(1, len(keys) // 2))
+_CHAIN = Script("chain", partial(_read_each, read_trail))
 
 
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
@@ -191,3 +182,30 @@ _TAKE_BACK = Script("take_back", partial(_read_each, lambda _: UNCOUNTED))
 def take_back_call(asked: TakeBack) -> ScriptCall:
     """Take a request back from the counts that include it."""
     return ScriptCall(_TAKE_BACK, asked, (asked.kind.encode(),))
+
+
+_ROOTS = Script("roots", partial(_read_each, lambda value: [_check_root(value)]), ("root",))
+
+
+def _check_root(value: bytes) -> bytes:
+    if len(value) != ROOT_SIZE:
+        raise ValueError
+    return value
+
+
+def push_call(pushed: AnyPush, now: int | None = None) -> ScriptCall:
+    """Push an entry to a ring, or a turn to a chain, or find a root; `now` as in `count_call`."""
+    if isinstance(pushed, ChainLink):
+        return _link_call(pushed, now)
+    if isinstance(pushed, RootSearch):
+        return ScriptCall(_ROOTS, pushed, (pushed.parent, pushed.ttl_ms), 0, (pushed.parent_key,))
+    _, entry, request, size, ttl = pushed
+    return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
+
+
+def _link_call(link: ChainLink, now: int | None) -> ScriptCall:
+    others = (link.usage, link.before or link.key, link.own or link.key, *link.parents)
+    moment = -1 if now is None else now
+    given = (len(link.parents), link.near, int(link.before != ""), int(link.own != ""))
+    arguments = (link.node, *given, link.entry, link.ttl_ms, link.most, link.fresh, moment)
+    return ScriptCall(_CHAIN, link, arguments, 0, others, 1)

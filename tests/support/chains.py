@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from extproc.detectors.chain import ChainPlace, Spoken
 from extproc.sessions.names import Chains
 from extproc.store.rules.chain import ChainLink, Trail, follow
-from extproc.store.rules.change import charge
 from tests.support.servers import Driver
 
 CHAINS = Chains("p", 3_600, namespace="")
@@ -49,12 +48,7 @@ class Model:
 
     def ask(self, link: ChainLink, now: int = 0) -> Trail:
         """What the rule answers."""
-        return follow(self.values.get, self._put, self._charge, link, now)
-
-    def _charge(self, key: str, cost: int, most: int, life: int, now: int) -> bool:
-        value = charge(self.values.get(key), cost, most, life, now)
-        self.values |= {key: value} if value is not None else {}
-        return value is not None
+        return follow(self.values.get, self._put, link, now)
 
     def _put(self, key: str, value: bytes, _life: int) -> None:
         self.values[key] = value

@@ -87,7 +87,7 @@ IMPORTED = {
         rules scripts shard side_connections topology
     """,
     "store/rules": """
-        budget chain change documents ring root session take_back tree windows
+        budget chain documents ring root session take_back tree windows
     """,
     "transport": """
         acceptor fast grpc grpcio headers health http2 tls

@@ -47,7 +47,7 @@ REDIS = shutil.which("redis-server")
 """Debian's Redis, where present."""
 
 ACL = (
-    "~loopguard:* +evalsha +eval +time +get +mget +set +del +pexpire +llen +lindex +lpush +lpop +rpush "
+    "~loopguard:* +evalsha +eval +time +get +set +del +pexpire +llen +lindex +lpush +lpop +rpush "
     "+zadd +zcard +zrange +zrangebyscore +zrem +zscore +hset +hdel +hmget"
 )
 """The rights that the documentation says a user needs."""

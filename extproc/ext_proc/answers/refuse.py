@@ -175,17 +175,14 @@ def _refuse_stopped(  # noqa: PLR0913  # everything in which the two kinds diffe
     return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
-def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content: Content, *, conflicts: bool) -> bytes:
-    """The immediate response with `--on-store-error reject` while the store is unavailable, or to a request in conflict."""
-    status, grpc_status, reason = 503, _UNAVAILABLE, Reason.STORE_UNAVAILABLE
+def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+    """The immediate response with `--on-store-error reject` while the store is unavailable."""
+    reason = Reason.STORE_UNAVAILABLE
     words = "The request could not be checked because the state store is unavailable. Try again shortly."
-    if conflicts:
-        status, grpc_status, reason = 429, _RESOURCE_EXHAUSTED, Reason.STORE_CONFLICT
-        words = "The request could not be checked because too many requests of its session came at once. Try again shortly."
-    framed = _frame(Refusal(status, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content)
+    framed = _frame(Refusal(503, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content)
     headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
     metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
-    return _make_immediate(framed, grpc_status, reason, headers, metadata)
+    return _make_immediate(framed, _UNAVAILABLE, reason, headers, metadata)
 
 
 def _frame(refusal: Refusal, request: HttpRequest, content: Content, answer: str = "") -> Framed:

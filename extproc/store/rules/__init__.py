@@ -1,4 +1,4 @@
-"""What a store keeps, and the rule by which each kind of state changes: in Python and, for some of them, in Lua as well.
+"""What a store keeps, and the rule by which each kind of state changes: in Python and, for Redis and Valkey, in Lua.
 
 | rule | state | its value in Redis |
 |---|---|---|
@@ -9,16 +9,14 @@
 | `take_back` | takes back requests that their upstream failed | those of `tally`, `sliding_log` and `chain` |
 | `session` | what a session has used up, and the number of sessions of a tenant | packed |
 | `tree` | the agents below a session; asked by `session` in the same step | packed |
-| `root` | the root session of an agent that names only its parent; `session` can ask for it, too | a version and a digest |
+| `root` | the root session of an agent that names only its parent; asked by `roots` and `session` | a version and a digest |
 | `budget` | buckets, periods of the calendar, and breakers that open at a rate of spending | packed |
 | `documents` | documents by name, each until its end | a sorted set, a hash and a string |
 
 The Python of `tally` and `sliding_log` is in `windows.py`; the other modules have the rules' names.
 
-The rules are pure and exact, in whole milliseconds, with `now` as an argument. Those of `ring`, `chain` and `root` are applied
-to what was read from Redis, and `change` writes the result if nothing else has changed it since. The others have a twin in Lua
-that gives the same answers, because every request asks them, or many replicas ask the same key at once. One set of cases tests
-all stores.
+The rules are pure and exact, in whole milliseconds, with `now` as an argument. Both languages give the same answers: one set of
+cases tests the memory store, which uses the Python, and Redis and Valkey, which use the Lua.
 
 Every packed value in Redis begins with a byte for the version of its format. A value of another version is treated as missing,
 so it is overwritten. During an upgrade, two versions of Loopguard share a store. So a new format needs a new version and a new

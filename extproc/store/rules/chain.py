@@ -1,4 +1,4 @@
-"""Chains: conversations identified by the history that requests show, a ring of entries at each point.
+"""Chains: conversations identified by the history that requests show, a ring of entries at each point; the rule of `chain.lua`.
 
 A request shows a number of assistant messages. Its node stands for all of them. Its parent is the longest known node of
 those that stand for all but the newest; but if only nodes from before the previous turn are known, its link goes first. A
@@ -38,11 +38,14 @@ OVERHEAD: Final = 128
 
 _VERSION: Final = 2
 _HEAD: Final = struct.Struct(">BBQII8s8s8sBB8sB")
+_USAGE: Final = struct.Struct(">BBQIQ")
 _HEAD_SIZE: Final = _HEAD.size
 _pack_head: Final = _HEAD.pack  # compiled code calls a module's constant faster than a method
 _unpack_head: Final = _HEAD.unpack_from
+_pack_usage: Final = _USAGE.pack
+_unpack_usage: Final = _USAGE.unpack
 _unpack_times: Final = struct.Struct(">xxQI").unpack_from
-_WHOLE, _AMBIGUOUS = 1, 2
+_WHOLE, _AMBIGUOUS, _DROPPED, _NAMED = 1, 2, 4, 8
 _NAME: Final = 8
 _NONE: Final = bytes(_NAME)
 
@@ -170,11 +173,8 @@ Read = Callable[[str], bytes | None]
 Write = Callable[[str, bytes, int], None]
 """Keeps a value under a key for a number of milliseconds."""
 
-Charge = Callable[[str, int, int, int, int], bool]
-"""Charges a caller's account, by its key, with an amount, the most that there is room for, its life, and the time."""
 
-
-def follow(read: Read, write: Write, charge: Charge, asked: ChainLink, now: int) -> Trail:
+def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node, before = _read(read, asked.key, now), _read(read, asked.before, now)
     known = before is not None and not before.flags & _AMBIGUOUS
@@ -206,7 +206,7 @@ def follow(read: Read, write: Write, charge: Charge, asked: ChainLink, now: int)
         suffix.last, suffix.life = now, asked.ttl_ms if node.depth > 1 else node.life
         changed[asked.own] = suffix
         cost *= 2
-    dropped = is_new and not _charge(charge, asked, cost, now, begins=begins)
+    dropped = is_new and not _charge(read, write, asked, cost, now, begins=begins)
     if not dropped:
         for key, knot in changed.items():
             write(key, knot.pack(), knot.life)
@@ -334,12 +334,23 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
     return suffix
 
 
-def _charge(charge: Charge, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:
+def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
     """Charge the caller for this many bytes; returns False if that is too much."""
     most = asked.most
     if not begins:  # it replaces its parent, which goes after a while
         cost, most = cost * CUT_MS // FIRST_MS, 2 * most
-    return charge(asked.usage, cost, most, min(FIRST_MS, asked.ttl_ms), now)
+    life: int
+    value = read(asked.usage)
+    started, used = now, 0
+    if value is not None and len(value) == _USAGE.size and value[0] == _VERSION:
+        _, _, started, life, used = _unpack_usage(value)
+        if abs(now - started) >= life:
+            started, used = now, 0
+    if used + cost > most:
+        return False
+    life = min(FIRST_MS, asked.ttl_ms)
+    write(asked.usage, _pack_usage(_VERSION, 0, started, life, used + cost), life)
+    return True
 
 
 def ends_at(value: bytes) -> int:
@@ -396,3 +407,14 @@ def split_entries(joined: bytes) -> list[bytes]:
         entries.append(joined[start + 1 : end])
         start = end
     return entries
+
+
+def read_trail(answer: bytes) -> Trail:
+    """Read a script's answer: a byte of flags, the name if there is one, and the entries.
+
+    Raises:
+        IndexError: it is malformed.
+    """
+    flags = answer[0]
+    start = 1 + _NAME if flags & _NAMED else 1
+    return Trail(split_entries(answer[start:]), flags & _WHOLE != 0, flags & _DROPPED != 0, answer[1:start])

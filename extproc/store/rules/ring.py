@@ -1,12 +1,9 @@
-"""Rings: the newest entries of a key, one for each request, kept for some time after the last push."""
+"""Rings: the newest entries of a key, one for each request, kept for some time after the last push; the rule of `ring.lua`."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
-
-from extproc.store.rules.change import State
+from typing import NamedTuple, TypeAlias
 
 
 class Push(NamedTuple):
@@ -46,31 +43,6 @@ def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]
         records.append(pushed.request + bytes((len(pushed.entry),)) + pushed.entry)
         del records[: -pushed.size]
     return (now, b"".join(records)), read_entries(records)
-
-
-_VERSION: Final = 1
-_HEAD: Final = struct.Struct(">BQ")
-"""In a remote store: the version, and the time of the last push."""
-
-
-def push_in(state: State, pushed: Push, now: int) -> list[bytes]:
-    """Push an entry to a ring in a remote store."""
-    ring, entries = push(_open(state.get(pushed.key)), pushed, now)
-    state.put(pushed.key, _HEAD.pack(_VERSION, ring[0]) + ring[1], pushed.ttl_ms)
-    return entries
-
-
-def _open(value: bytes | None) -> Ring | None:
-    """Unpack a ring; None if there is none, or the value is none of Loopguard's."""
-    if value is None or len(value) < _HEAD.size or value[0] != _VERSION:
-        return None
-    try:
-        split_records(value[_HEAD.size :])
-    except IndexError:
-        return None
-    last: int
-    _, last = _HEAD.unpack_from(value)
-    return last, value[_HEAD.size :]
 
 
 def split_records(joined: bytes, before: int = _DIGEST) -> list[bytes]:

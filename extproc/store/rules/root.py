@@ -11,8 +11,6 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
-from extproc.store.rules.change import State
-
 ROOT_SIZE: Final = 8
 """Bytes of a session's name."""
 
@@ -36,23 +34,6 @@ class RootSearch(NamedTuple):
 def find_root(own: bytes | None, parents: bytes | None, asked: RootSearch) -> bytes:
     """The agent's root session, 8 bytes, which is kept under its key; given what is kept under its own and its parent's."""
     return own or parents or asked.parent
-
-
-_VERSION: Final = b"\x01"
-
-
-def search_in(state: State, asked: RootSearch) -> list[bytes]:
-    """Find and keep an agent's root session in a remote store; a list of it alone."""
-    own, parents = [_open(state.get(key)) for key in (asked.key, asked.parent_key)]
-    root = find_root(own, parents, asked)
-    state.put(asked.key, _VERSION + root, asked.ttl_ms)
-    return [root]
-
-
-def _open(value: bytes | None) -> bytes | None:
-    if value is None or len(value) != len(_VERSION) + ROOT_SIZE or not value.startswith(_VERSION):
-        return None
-    return value[len(_VERSION) :]
 
 
 _ASKED: Final = struct.Struct(">8sI")

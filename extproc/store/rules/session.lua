@@ -2,7 +2,7 @@
 --
 -- KEYS     for each step two keys, in one hash slot: the session's ledger, and the number of the tenant's sessions; if it has
 --          a place in a tree, also the key of that tree; if its session is to be found, also the agent's own key and its
---          parent's; for each settlement the ledger's key. A single step may come with its first key
+--          parent's, as roots.lua has them; for each settlement the ledger's key. A single step may come with its first key
 --          only; then the tenant's sessions are not counted, its agents have no limits, and its session is the one in the key.
 --          If a session is found, its ledger and tree are named like those in KEYS, in the same slot
 -- ARGV     for each step or settlement, or once if they are the same for all, seven values: now_ms (-1: the server's clock);

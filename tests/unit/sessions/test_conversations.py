@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.engine.orders import KILL, Target
-from extproc.errors import CONFLICT, StoreError
 from extproc.policy.presets import find_preset
 from extproc.sessions.rates import Usage
 from tests.support.conversations import HABITS, ORDERS, Habit, Run, interleave, judge, make_best_of, make_few, make_runs
 from tests.support.examples import examples
 from tests.support.extent import deepen
 from tests.support.orders import apply_orders, order
-from tests.support.service import FailingStore, headers_of, make_service, sample
+from tests.support.service import make_service, sample
 from tests.support.session_limits import (
     TOOL,
     WRITERS,
@@ -297,17 +296,3 @@ def test_retries_of_equal_runs_are_no_steps(habit: str) -> None:
         wrong += list_wrong(make_best_of(4, "chat", HABITS[habit], random), ORDERS[seed % 3], random, "max_steps")
 
     assert len(wrong) <= 1
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-@pytest.mark.parametrize(("kind", "expected"), [(CONFLICT, [200, 429]), ("timeout", [200, 200])])
-def test_a_conflict_is_no_outage(later: bool, kind: str, expected: list[int]) -> None:
-    """What cannot be counted because other replicas are counting is refused for a second, not counted here."""
-    store = FailingStore("chain", StoreError("others changed it", kind=kind), later=later)
-    service = make_service(limited(max_steps=STEPS), store=store)
-
-    answers = [ask(service, data, session="") for data in after(0, 1)]
-
-    assert [status(answer) for answer in answers] == expected
-    if kind == CONFLICT:
-        assert headers_of(answers[1]).items() >= {"Retry-After": "1", "X-Fairvisor-Reason": "store_conflict"}.items()
