@@ -107,8 +107,8 @@ class Process:
 
         def probe() -> re.Match[str] | None:
             found = re.search(pattern, self.output())
-            if found is None and self._popen.poll() is not None:
-                raise AssertionError(f"process ended with {self._popen.returncode}: {self.output()[-4000:]}")
+            if found is None:
+                self.check_runs()
             return found
 
         return eventually(probe, f"{pattern!r} in the output of {self._popen.args!r}")
@@ -120,6 +120,10 @@ class Process:
     def runs(self) -> bool:
         """Whether it has not ended yet."""
         return self._popen.poll() is None
+
+    def check_runs(self) -> None:
+        """Fail with the end of its output if it has ended."""
+        assert self.runs(), f"process ended with {self._popen.returncode}: {self.output()[-4000:]}"
 
     def wait(self) -> int:
         """Wait for the end; returns the exit code."""
@@ -222,8 +226,13 @@ class Envoy(Process):
         config.write_text(json.dumps(configuration))
         arguments = ["-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--admin-address-path", str(admin)]
         super().__init__([ENVOY, *arguments, "-l", "warning", "--file-flush-interval-msec", "50"], folder / "envoy.log")
+
+        def find_address() -> str:
+            self.check_runs()
+            return admin.read_text() if admin.exists() else ""
+
         try:
-            eventually(lambda: admin.exists() and admin.read_text(), "Envoy's admin address")
+            eventually(find_address, "Envoy's admin address")
             self.admin_port = int(admin.read_text().rpartition(":")[2])
             listeners = eventually(lambda: json.loads(self.admin("/listeners?format=json")).get("listener_statuses"))
             self.port = int(listeners[0]["local_address"]["socket_address"]["port_value"])
