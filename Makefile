@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_COMPILE := 0
 # Tests run from both ends of their order: doors, which often wait, and units, which never do (tests/conftest.py).
 WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
-# What goes through a door often waits: ten workers keep two processors busy.
-WAITING := -n 10 --no-loadscope-reorder
+# What goes through a door often waits: eight workers keep two processors busy.
+WAITING := -n 8 --no-loadscope-reorder
 # CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build, gRPC by grpcio).
 # Properties get 25 examples in CI, 10 elsewhere, and 100 where pytest is called without a profile.
 EXAMPLES := --hypothesis-profile quarter
