@@ -184,7 +184,7 @@ class History(Newest[AnyTurn]):
         return begun or len(said.split()) <= _PREFILLED_WORDS
 
     def keep(self, *, named: bool) -> KeptTurn | None:
-        """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""
+        """The part of a request that its session remembers; None if it has no new turn. `named`: the session has a name."""
         place = 0
         if only_speaks(self.at(0)):
             if not self.is_prefilled():
@@ -217,7 +217,7 @@ def follow(history: History, place: int) -> Iterator[AnyTurn]:
 
 
 class KeptTurn:
-    """What is kept of a request for its session: its newest turn, and where that belongs in the ring.
+    """The part of a request that its session remembers: its newest turn, and where that belongs in the ring.
 
     Attributes:
         newest: that turn, reduced.

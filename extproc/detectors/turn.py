@@ -189,7 +189,7 @@ class ShownTurns:
         return None
 
     def _read_step(self) -> Turn | None:
-        """The turn before those that were read, of messages some of which are parts of a text."""
+        """The turn before those that were read; its messages may be parts of one text."""
         for message in self._messages:
             if message.speaker != ASSISTANT:
                 self._behind.append(message)

@@ -91,7 +91,7 @@ class Document(Row):
 
     @classmethod
     def merge(cls, documents: Iterable[Self], now: float) -> Self:
-        """Merge documents, of which there is at least one."""
+        """Merge one or more documents."""
         first, *others = documents
         merged = copy(first)
         for other in others:

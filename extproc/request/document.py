@@ -43,7 +43,7 @@ _MAX_TEXTS: Final = 100_000
 """Maximum number of texts with commas in a body whose values are counted."""
 
 _PIECE: Final = 65_536
-"""Bytes of a body to search at once. In so many, removing rare bytes takes a quarter of the time of counting them."""
+"""Bytes of a body to search at once. At this size, removing rare bytes takes a quarter of the time of counting them."""
 
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in b'",'])
 """All bytes except quotes and commas."""

@@ -27,8 +27,6 @@ from extproc.errors import StoreError
 from extproc.store.link import Command, Link, RedisReply, ReplyBounds, ServerAddress, explain
 from extproc.store.pending import Pending
 
-Pool: TypeAlias = ConnectionPool
-
 LOOK_SECONDS = 0.25
 """How long a Sentinel, or a node that is asked for slots, has to connect and to answer before the next one is asked."""
 
@@ -74,14 +72,14 @@ class Access:
     kind: type[AbstractConnection]
     managed: type[SentinelManagedConnection]
     arguments: dict[str, Any]
-    open: Callable[[Pool], Awaitable[AnyLink]]
+    open: Callable[[ConnectionPool], Awaitable[AnyLink]]
 
-    def make_pool(self, address: ServerAddress) -> Pool:
+    def make_pool(self, address: ServerAddress) -> ConnectionPool:
         """Connections to a server."""
         place = {"path": address.path} if address.path else {"host": address.host, "port": address.port}
         return ConnectionPool(self.kind, **self.arguments, **place)
 
-    def find_primary(self, sentinels: Sequence[ServerAddress], service: str) -> Pool:
+    def find_primary(self, sentinels: Sequence[ServerAddress], service: str) -> ConnectionPool:
         """Connections to the primary of a service that Sentinels watch over."""
         found = _Sentinels(self, sentinels)
         return SentinelConnectionPool(service, found, connection_class=self.managed, **self.arguments)  # type: ignore[no-untyped-call]
@@ -176,14 +174,14 @@ class _Sentinels:
         raise StoreError(f"no Sentinel knows the primary: {'; '.join(map(str, errors.values()))}", kind="sentinel")
 
 
-def name_server(pool: Pool) -> str:
-    """The address of the server, as far as it is known."""
+def name_server(pool: ConnectionPool) -> str:
+    """The server's address, for messages."""
     given = pool.connection_kwargs
     host, port = getattr(pool, "master_address", None) or (given.get("host", ""), given.get("port", 0))
     return str(ServerAddress(host, port, given.get("path", "")))
 
 
-async def open_link(pool: Pool) -> Link:
+async def open_link(pool: ConnectionPool) -> Link:
     """A connection for requests: redis-py connects and logs in, within the caller's deadline. Raises StoreError."""
     connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
     try:
@@ -203,7 +201,7 @@ async def open_link(pool: Pool) -> Link:
 class LibraryLink:
     """What `Link` does, over redis-py's own connections, for people who prefer the library: `?client=redis-py`."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._answer: Pending | None = None
         self._work: asyncio.Task[None] | None = None
@@ -235,7 +233,7 @@ class LibraryLink:
             self._work.cancel()
 
 
-async def open_library_link(pool: Pool) -> LibraryLink:
+async def open_library_link(pool: ConnectionPool) -> LibraryLink:
     """See `open_link`; redis-py's pool keeps what it opens."""
     await exchange(pool, b"", 0)
     return LibraryLink(pool)
@@ -244,7 +242,7 @@ async def open_library_link(pool: Pool) -> LibraryLink:
 AnyLink: TypeAlias = Link | LibraryLink
 
 
-async def exchange(pool: Pool, commands: Sequence[Command] | bytes, number: int | None = None) -> list[RedisReply]:
+async def exchange(pool: ConnectionPool, commands: Sequence[Command] | bytes, number: int | None = None) -> list[RedisReply]:
     """Send commands, or a `number` of packed ones, over a connection of redis-py's, in one write; raises StoreError.
 
     Returns:
@@ -265,7 +263,7 @@ async def exchange(pool: Pool, commands: Sequence[Command] | bytes, number: int 
         await pool.release(connection)
 
 
-async def close_pool(pool: Pool) -> None:
+async def close_pool(pool: ConnectionPool) -> None:
     """Close connections, whatever their peers do: redis-py would wait for them."""
     with contextlib.suppress(TimeoutError, exceptions.RedisError):
         async with asyncio.timeout(LOOK_SECONDS):
@@ -280,7 +278,7 @@ async def _read_reply(connection: AbstractConnection) -> RedisReply:
     return reply
 
 
-def _explain_login(error: Exception, pool: Pool) -> StoreError:
+def _explain_login(error: Exception, pool: ConnectionPool) -> StoreError:
     refused = explain(error, name_server(pool))
     if refused.kind == "response" and any(pool.connection_kwargs.get(name) for name in ("password", "credential_provider")):
         # The server's message may quote what it was sent.

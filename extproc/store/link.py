@@ -1,8 +1,8 @@
 """The wire of the hot path: commands of many requests go out in one write, and their replies are read by hiredis.
 
-This is all that Loopguard does itself where redis-py could, because every request pays for it: measured at 64 in flight, a hit
-costs 33 to 50 us of CPU with redis-py's pipeline, and 3 to 5 here. With Loopguard's batches over redis-py's connection
-(`LibraryLink`, `?client=redis-py`), a single request costs three times as much, and one of 64 a quarter more.
+This is all that Loopguard does itself where redis-py could, because every request pays for it. Over redis-py's connection
+(`LibraryLink`, `?client=redis-py`), the same batches took three times the CPU for one request at a time, and a quarter more for
+64 at once.
 
 redis-py connects and logs in (`client`), and then hands over the socket. `backend` makes the batches, and `shard` has their
 deadline and a breaker for each server.

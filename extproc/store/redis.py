@@ -106,7 +106,9 @@ class _StoreUrl:
             raise self.explain("ssl_keyfile needs ssl_certfile")
         client = self.own.get("client", "")
         if client not in ("", "redis-py"):
-            raise self.explain("client must be redis-py; without it, requests take Loopguard's own exchange, which costs less")
+            raise self.explain(
+                "client must be redis-py; without it, requests use Loopguard's own connection, which needs less CPU"
+            )
         try:
             return make_access(self.scheme, given, library=client != "")
         except OSError as error:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+from redis.asyncio import ConnectionPool
 from redis.asyncio.cluster import ClusterNode, NodesManager
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from extproc.errors import StoreError
-from extproc.store.client import LOOK_SECONDS, Access, AnyLink, Pool, close_pool
+from extproc.store.client import LOOK_SECONDS, Access, AnyLink, close_pool
 from extproc.store.link import ServerAddress, explain
 
 _MOST_SHOWN = 3
@@ -39,7 +40,7 @@ class Layout:
         places: the server with each tag's keys, if it is known.
     """
 
-    def __init__(self, name: str, access: Access, pool: Pool | None) -> None:
+    def __init__(self, name: str, access: Access, pool: ConnectionPool | None) -> None:
         self.tags: Sequence[str] = ()
         self.owners: Sequence[str] = (name,)
         self.changes = 0
@@ -47,7 +48,7 @@ class Layout:
         self.access = access
         self.pools = {self.places[""]: pool} if pool is not None else {}
 
-    def open_pool(self, place: ServerAddress) -> Pool:
+    def open_pool(self, place: ServerAddress) -> ConnectionPool:
         """redis-py's connections to a server; raises StoreError if this layout has no such server."""
         if place not in self.pools:
             raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
@@ -94,7 +95,7 @@ class ClusterLayout(Layout):
         self._seeds = list(seeds)
         self._known: list[ServerAddress] = []
 
-    def open_pool(self, place: ServerAddress) -> Pool:
+    def open_pool(self, place: ServerAddress) -> ConnectionPool:
         """See `Layout`."""
         if place not in self.pools:
             self.pools[place] = self.access.make_pool(place)

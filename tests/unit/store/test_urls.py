@@ -43,7 +43,7 @@ BAD_URLS = [
     ),
     ("redis://a?protocol=5", "redis://a: protocol must be either 2 or 3"),
     ("redis://a?retry_on_timeout=true", "redis://a: unknown option; known options: prefix, "),
-    ("redis://a?client=aioredis", "redis://a: client must be redis-py; without it, requests take Loopguard's own exchange"),
+    ("redis://a?client=aioredis", "redis://a: client must be redis-py; without it, requests use Loopguard's own connection"),
     ("redis://a?db=x", "redis://a: Invalid value for 'db' in connection URL."),
     ("rediss://a?ssl_cert_reqs=maybe", "rediss://a: Invalid SSL Certificate Requirements Flag: maybe"),
     ("redis://a#b", "redis://a#b: it must not contain #; in a password, write %23"),
