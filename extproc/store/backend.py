@@ -28,8 +28,6 @@ _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 class _ScriptBatch:
     """Calls of a round trip that share a script and a hash tag, sent as one command, and their positions in the batch."""
 
-    __slots__ = ("calls", "positions", "script", "tag", "weight")
-
     def __init__(self, script: Script, tag: str) -> None:
         self.script = script
         self.tag = tag
@@ -77,8 +75,6 @@ class _PendingBatch(Pending):
         refused: commands that servers rejected without running them.
         unanswered: the number of servers that have not answered yet.
     """
-
-    __slots__ = ("_work", "answers", "refused", "unanswered")
 
     def __init__(self, calls: int) -> None:
         super().__init__()

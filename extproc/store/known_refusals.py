@@ -44,8 +44,6 @@ class _KnownRefusal:
         told: refusals in a report under way to the server, which are not in its last answer.
     """
 
-    __slots__ = ("answer", "asked", "began", "hit", "learned", "owed", "told", "until")
-
     def __init__(self, hit: Hit, answer: Count) -> None:
         self.hit = hit
         self.answer = answer

@@ -28,8 +28,6 @@ class KeptBudget:
         leaves: there is no room for it unpacked.
     """
 
-    __slots__ = ("leaves", "moment", "state", "take", "today")
-
     def __init__(self, state: BudgetState, take: Take, moment: int, today: int) -> None:
         self.state = state
         self.take = take

@@ -12,16 +12,12 @@ from extproc.errors import StoreError
 class Listener:
     """An object that is called with an answer; calling it is cheaper than calling a closure."""
 
-    __slots__ = ()
-
     def hear(self) -> None:
         """Process the answer, which has arrived."""
 
 
 class _Function(Listener):
     """A listener that calls a function."""
-
-    __slots__ = ("_function",)
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
@@ -41,8 +37,6 @@ class Pending:
         cancelled: the caller no longer needs it.
         error: why there will be no answer.
     """
-
-    __slots__ = ("_answer", "_listener", "cancelled", "done", "error")
 
     def __init__(self) -> None:
         self.done = False

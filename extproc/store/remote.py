@@ -38,8 +38,6 @@ _MOST_SHOWN = 3
 class _JoinedAnswers(Pending):
     """The answers of several shards."""
 
-    __slots__ = ("_answers", "_away", "_lost", "_parts")
-
     def __init__(self, calls: int) -> None:
         super().__init__()
         self._answers: list[Any] = [None] * calls

@@ -63,8 +63,6 @@ class ScriptCall:
         weight: share of `MAX_WEIGHT`.
     """
 
-    __slots__ = ("arguments", "others", "owed", "script", "subject", "weight")
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         script: Script,
@@ -88,8 +86,6 @@ class ScriptCall:
 
 class CountAnswer:
     """A script's answer for a counter, and how long a looping verdict would last if nothing more were counted."""
-
-    __slots__ = ("answer", "stands_ms")
 
     def __init__(self, answer: Count, stands_ms: int) -> None:
         self.answer = answer

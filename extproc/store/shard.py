@@ -63,8 +63,6 @@ Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
 class _Caller(Pending):
     """One caller, which waits until `deadline`, in seconds of the event loop's clock; `finish` makes its answer."""
 
-    __slots__ = ("calls", "deadline", "finish")
-
     def __init__(self, calls: list[ScriptCall], finish: Finish, deadline: float) -> None:
         super().__init__()
         self.calls = calls
@@ -74,8 +72,6 @@ class _Caller(Pending):
 
 class _RoundTrip:
     """The round trip under way."""
-
-    __slots__ = ("batch", "deadline", "replies")
 
     def __init__(self, replies: Pending, batch: list[_Caller], deadline: float) -> None:
         self.replies = replies

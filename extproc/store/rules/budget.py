@@ -75,8 +75,6 @@ class Take:
         arguments: `list_arguments` of a take that is alone, if it has some in common with others; else empty.
     """
 
-    __slots__ = ("amount", "arguments", "key", "kind", "lifetime_ms", "limit", "marker", "offset", "rate", "span", "start")
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         key: str,
@@ -144,8 +142,6 @@ class Taken:
         reset_ms: until the budget is whole again, or its next period begins, in milliseconds.
         here: the question that this process has answered itself, because the store was unavailable; else None.
     """
-
-    __slots__ = ("fits", "granted", "here", "left", "reset_ms", "start", "wait_ms")
 
     def __init__(  # noqa: PLR0913  # a record
         self,

@@ -114,10 +114,6 @@ class _Knot:
         entries: each with a byte for its length before it.
     """
 
-    __slots__ = (
-        "conversation", "depth", "entries", "flags", "last", "life", "name", "names", "next", "retries", "runs", "writer",
-    )  # fmt: skip
-
     def __init__(self, flags: int, depth: int, conversation: bytes, writer: bytes, entries: bytes) -> None:
         self.flags = flags
         self.last = 0

@@ -139,11 +139,6 @@ class Limits:
         ends: the session is forgotten `idle_ms` after it began, however busy it is.
     """
 
-    __slots__ = (
-        "blocks", "cost", "ends", "errors", "finishes", "idle_ms", "max_sessions", "narrows", "steps", "threshold",
-        "tool_calls", "tools", "window",
-    )  # fmt: skip
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         idle_ms: int,
@@ -215,11 +210,6 @@ class Step:
         tree: its place in the session's tree of agents; None if these have no limits.
         search: finds the session at the root of the agent that asks; see `move_step`. None if the session is known.
     """
-
-    __slots__ = (
-        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "search",
-        "tenant", "tools", "total", "tree",
-    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self, key: str, tenant: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
@@ -296,12 +286,6 @@ class Standing:
         model_ms: time that the upstream took for all settled calls, in milliseconds.
         failures: number of failed calls.
     """
-
-    __slots__ = (
-        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "crowded", "estimated", "failures",
-        "killed", "limit", "model_ms", "reserved", "retry", "root", "steps", "tokens", "tool", "tool_calls", "tools", "tree",
-        "used",
-    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -525,12 +509,6 @@ class Ledger:
         records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
         tree: the session's tree of agents, which is stored beside the ledger; None before it is asked for.
     """
-
-    __slots__ = (
-        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "failures", "halvings",
-        "identities", "idle_ms", "killed", "last", "marks", "model_ms", "names", "narrowed_at", "open", "paid", "records",
-        "renewed", "reserved", "steps", "tokens", "tool_calls", "tree",
-    )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int, steps: int = 0, halvings: int = 0) -> None:
         """Unpack a stored ledger, or begin a new one with this many steps."""

@@ -102,8 +102,6 @@ _LARGE: Final = 256
 class _Agent:
     """An agent that has begun: its depth, when it began, and when its newest request came."""
 
-    __slots__ = ("depth", "first", "last")
-
     def __init__(self, depth: int, first: int, last: int) -> None:
         self.depth = depth
         self.first = first
@@ -119,8 +117,6 @@ class Tree:
         recent: the agents of the newest requests by their digests, that of the newest request last.
         older: those before, packed.
     """
-
-    __slots__ = ("agents", "older", "recent", "refused")
 
     def __init__(self, state: bytes = b"") -> None:
         """Begin a tree, or unpack a stored one."""

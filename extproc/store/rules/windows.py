@@ -39,8 +39,6 @@ class Hit:
         count_to: maximum number of requests that a `sliding_log` remembers; at least `threshold`.
     """
 
-    __slots__ = ("cooldown_ms", "count_refused", "count_to", "key", "threshold", "window_ms", "window_type")
-
     def __init__(  # noqa: PLR0913  # a record
         self,
         key: str,
@@ -81,8 +79,6 @@ class Count:
         cooldown_ms: the rest of the cooldown, in milliseconds.
         span_ms: time since the first request of the window, in milliseconds.
     """
-
-    __slots__ = ("cooldown_ms", "count", "looping", "span_ms")
 
     def __init__(self, count: int, looping: bool, cooldown_ms: int, span_ms: int) -> None:  # noqa: FBT001  # a field
         self.count = count
