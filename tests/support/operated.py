@@ -97,7 +97,7 @@ class Away:
         self.away = NOTHING
         self._memory = MemoryStore(Metrics())
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401, D105  # of a store
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # of a store
         if self.away == ALL or (self.away == COUNTS and name == "hit"):
             raise StoreError("away", kind="connection")
         return getattr(self._memory, name)
