@@ -97,7 +97,9 @@ _PATHS: Final = [(re.compile(pattern).search, endpoint) for api in APIS for patt
 _USUAL = ("header:authorization", "header:x-api-key", "header:api-key", "header:x-goog-api-key", "query:key")
 ANYWHERE.extend(dict.fromkeys([*_USUAL, *[key for api in APIS for key in api.credentials]]))
 for _api in APIS:
-    OWN_PLACES.extend([(re.compile(pattern).search, _api.credentials) for pattern in _api.paths])
+    _own = list(dict.fromkeys([*_api.credentials, *ANYWHERE]))
+    if _own != ANYWHERE:
+        OWN_PLACES.extend([(re.compile(pattern).search, _own) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
 _COMPLETING: Final[dict[str, list[str]]] = {}  # by the name of an API, patterns of paths on which a model answers

@@ -459,7 +459,8 @@ the CRC32 of another one's can also send the same, which replaces what is cached
 "agents that grow, turns vs. decoding" gets 70 % worse."""
 
 _FACTS: Final[Memo[bytes, MessageFacts]] = Memo(_MOST_FACTS, lambda key, _: len(key) + _MESSAGE_BYTES)
-"""The cache of messages, by API and bytes. Only clients that change their history get here: their heads, or older messages."""
+"""The cache of messages, by API and bytes. Only clients that change their history get here: their heads, or older messages.
+With neither of the two caches, that row takes 2.5 times as long as with this one."""
 
 
 class Message:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Final
 
 from extproc.request.document import Json
@@ -90,12 +89,6 @@ _LONGEST_COMMENTED: Final = 16_384
 _COMMENTS = re.compile(r"""("(?:[^"\\]|\\.)*+"|'[^']*+'|\\.)|(?<![^\s;])\#[^\n]*+""", re.DOTALL)
 _EXACT_MINUTE = re.compile(r"(?:[0-9/.-]{8,10}[T ])?[0-9]{2}:[0-9]{2}(?::00(?:[.,]0+)?)?(?:Z|[+-][0-9:]+)?|[0-9/. -]+")
 _MINUTE: Final = 60
-
-
-@lru_cache(64)
-def share_names(names: frozenset[str]) -> frozenset[str]:
-    """The same set for equal ones, because sets compare slowly."""
-    return THOUGHTS if names == THOUGHTS else names
 
 
 def reduce_arguments(value: Mapping[str, Json], tool: str, ignored: frozenset[str]) -> Mapping[str, Json]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from extproc.objects import Place
@@ -27,8 +26,6 @@ _OWN: Final = frozenset({"todo", "todos", "think", "thought", "plan", "note", "n
 """Words for an agent's own notes, which its tools do not read."""
 
 _NAME_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_MOST_NAMES: Final = 256
-"""Number of tools whose roles are remembered; a name has at most 256 characters."""
 
 _LONG_CYCLE = 5
 """A cycle of at least this many calls or turns needs one round less."""
@@ -96,7 +93,6 @@ def find_role(names: Sequence[str], hints: Mapping[str, bool]) -> int:
     return role
 
 
-@lru_cache(_MOST_NAMES)
 def _read_role(name: str) -> int:
     """The role by a name's first verb: `mcp__git__create_branch` changes something. 0 if a later verb contradicts reading."""
     words = [word.lower() for word in _NAME_WORD.findall(name[-256:].rpartition("__")[2])]

@@ -203,7 +203,7 @@ class ActionFacts:
     """What the assistant does in a turn, kept with its first message; never changed, but for what is worked out on demand.
 
     Attributes:
-        ignored: names of the arguments that were treated as thoughts; see `share_names`.
+        ignored: names of the arguments that were treated as thoughts.
         messages: facts of the other messages in which it was read.
         names: as in `Turn`.
         hash: as in `Turn`.
@@ -360,7 +360,7 @@ class Turn:
             group, ignored = self._group, self._reading.ignored
             holder = group.facts
             kept = holder.action if holder is not None else None
-            if isinstance(kept, ActionFacts) and kept.ignored is ignored:
+            if isinstance(kept, ActionFacts) and (kept.ignored is ignored or kept.ignored == ignored):
                 end = group.place + 1 if kept.names else group.end  # without names, it was also sought in what follows
                 if kept.messages == self._list_others(end):
                     INSPECTION.take(kept.units)
@@ -394,7 +394,11 @@ class Turn:
             _ = self.did
             holder, ignored, others = self._group.facts, self._reading.ignored, self._list_others(self._group.end)
             kept = holder.result if holder is not None else None
-            if isinstance(kept, ResultFacts) and kept.ignored is ignored and kept.messages == others:
+            if (
+                isinstance(kept, ResultFacts)
+                and (kept.ignored is ignored or kept.ignored == ignored)
+                and kept.messages == others
+            ):
                 INSPECTION.take(kept.units)
                 self._came = kept
                 return kept

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from functools import lru_cache
 from typing import Final
 
 CREDENTIAL: Final = "credential"
@@ -19,13 +18,8 @@ CREDENTIAL: Final = "credential"
 ANYWHERE: Final[list[str]] = []
 """Limit keys for the places of secrets of any API, in the order in which they are tried; `apis` fills it."""
 
-OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
-"""Functions that recognize an API by its path, and limit keys for the places of its secrets; `apis` fills it."""
-
-_LONGEST_KNOWN: Final = 256
-_MAX_KNOWN: Final = 1_024
-"""Maximum length of a path to remember, in characters, and maximum number of them. Without this, a request whose caller is a
-credential takes 7 % longer; no row of the benchmark has such callers."""
+OWN_PLACES: Final[list[tuple[Callable[[str], object], list[str]]]] = []
+"""Functions that recognize an API by its path, and limit keys for the places of its requests' secrets; `apis` fills it."""
 
 _ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
 _SCHEMES = frozenset({"bearer", "basic"})
@@ -82,19 +76,12 @@ def may_stand_in_query(limit_key: str) -> bool:
     return limit_key == CREDENTIAL or (limit_key.startswith("query:") and is_secret(limit_key))
 
 
-def list_places(path: str) -> tuple[str, ...]:
+def list_places(path: str) -> list[str]:
     """The places where a request may have its credential, as limit keys in the order in which they are tried."""
-    return _recall_places(path) if len(path) <= _LONGEST_KNOWN else _list_places(path)
-
-
-def _list_places(path: str) -> tuple[str, ...]:
     for search, places in OWN_PLACES:
         if search(path):
-            return tuple(dict.fromkeys([*places, *ANYWHERE]))
-    return tuple(ANYWHERE)
-
-
-_recall_places: Final = lru_cache(_MAX_KNOWN)(_list_places)
+            return places
+    return ANYWHERE
 
 
 def extract_secret(value: str, header: str = "authorization") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from time import time
 from typing import Any
@@ -28,7 +28,7 @@ _RULE_LIMIT = 1.25
 _GROWING_LIMIT = 1.6
 _GROWING_LIMITS_LIMIT = 1.15
 _SESSION_STEPS = 20
-_AGENTS, _CALLS = 12, range(32, 64)
+_AGENTS, _CALLS, _FIRST_CALLS = 12, range(32, 64), range(1, 24)
 
 _POLICIES: dict[str, list[dict[str, Any]]] = {
     "plain": [samples.policy()],
@@ -86,9 +86,9 @@ def _measure_parsing(pairs: _Pairs) -> float:
     return at_one_clock(lambda: cpu_us(work, len(pairs)))
 
 
-def _grow() -> tuple[_Pairs, list[bytes]]:
-    """The requests of agents that take turns, each of which has made one call more, and their bodies."""
-    bodies = [(user, samples.agent_body(user, calls)) for calls in _CALLS for user in range(_AGENTS)]
+def _grow(numbers: Iterable[int]) -> tuple[_Pairs, list[bytes]]:
+    """The requests of agents that take turns, for each number of calls that they have made, and their bodies."""
+    bodies = [(user, samples.agent_body(user, calls)) for calls in numbers for user in range(_AGENTS)]
     pairs = [
         (samples.headers_message(user=f"user-{user}", length=len(body)), samples.body_message(body)) for user, body in bodies
     ]
@@ -107,8 +107,11 @@ def _measure_decoding(bodies: Sequence[bytes]) -> float:
 
 def _run_growing(rounds: int) -> list[Row]:
     """Agents whose history grows with each request."""
-    pairs, bodies = _grow()
+    pairs, bodies = _grow(_CALLS)
+    young, _ = _grow(_FIRST_CALLS)
     works = {
+        "young": lambda: _measure(_GROWING["turns"], young),
+        "young, steering": lambda: _measure([samples.policy(similarity="turns", action="steer")], young),
         "decode": lambda: _measure_decoding(bodies),
         **{name: lambda policies=policies: _measure(policies, pairs) for name, policies in _GROWING.items()},  # type: ignore[misc]  # a lambda's defaults
     }
@@ -118,6 +121,12 @@ def _run_growing(rounds: int) -> list[Row]:
     return [
         Row(f"agents that grow from {sizes}, turns vs. decoding", ratio(found, "turns", "decode"), "x", _GROWING_LIMIT, spent),
         Row("the same with session limits vs. turns", ratio(found, "turns, limits", "turns"), "x", _GROWING_LIMITS_LIMIT),
+        Row(
+            "young agents, steering vs. rejecting",
+            ratio(found, "young, steering", "young"),
+            "x",
+            note="up to 24 calls; no loop",
+        ),
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from extproc.detectors import make_similarity
+from extproc.detectors.results import normalize
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.stream import Stream
 from extproc.policy.bundle import LoopDetection
@@ -88,7 +89,19 @@ def run(*, quick: bool) -> list[Row]:
         rows += _measure(request(size), f"{size // 1000} KB", quick=quick, limited=True)
     progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
     rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
-    return [*rows, *_measure_steering(quick=quick)]
+    return [*rows, _measure_log(quick=quick), *_measure_steering(quick=quick)]
+
+
+def _measure_log(*, quick: bool) -> Row:
+    """The cost of comparing results that are logs, in whose lines only numbers change."""
+    lines = [
+        f"2026-01-01 12:{n % 60:02}:{n % 59:02}.{n % 1000:03} INFO worker-{n % 4} request {n} took {n % 90} ms"
+        for n in range(600)
+    ]
+    log = "\n".join(lines)
+    works = {"normalize": lambda: normalize(log), "split": lambda: log.split("\n")}
+    found = interleaved(9 if quick else 25, {name: lambda work=work: cpu_us(work, 1) for name, work in works.items()})  # type: ignore[misc]  # a lambda's defaults
+    return Row("a log, normalized vs. split into lines", ratio(found, "normalize", "split"), "x", note=f"{len(log) // 1000} KB")
 
 
 def _stuck(size: int) -> bytes:

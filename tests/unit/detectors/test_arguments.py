@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from extproc.detectors.arguments import THOUGHTS, is_for_thinking, reduce_arguments, share_names, tidy_command
+from extproc.detectors.arguments import THOUGHTS, is_for_thinking, reduce_arguments, tidy_command
 from extproc.request.document import Json
 
 _SAME: dict[str, tuple[str, Mapping[str, Json], Mapping[str, Json]]] = {
@@ -70,15 +70,6 @@ def test_a_list_of_ones_own_replaces_what_is_left_out() -> None:
         "path": "a",
         "reason": "b",
     }
-
-
-@pytest.mark.parametrize("names", [sorted(THOUGHTS), ["why", "how"]])
-def test_equal_lists_are_one_object(names: list[str]) -> None:
-    """Policies with equal lists, in any order, share what is kept of a conversation."""
-    shared = share_names(frozenset(names))
-
-    assert share_names(frozenset(reversed(names))) is shared
-    assert (shared is THOUGHTS) == (len(names) == len(THOUGHTS))
 
 
 @pytest.mark.parametrize(
