@@ -1,4 +1,4 @@
-"""What tests share: the real parts, and what speaks to them. Nothing here is collected."""
+"""Helpers that tests share."""
 
 from pathlib import Path
 from typing import Final

@@ -1,5 +1,3 @@
-"""Access logs for `loopguard replay`."""
-
 from __future__ import annotations
 
 import json
@@ -13,7 +11,6 @@ START = 1_763_812_345.0
 
 
 def make_record(seconds: float = 0, user: str = "ann", text: str = "again", **more: object) -> dict[str, Any]:
-    """A complete record, this many seconds after the first."""
     return {
         "record": 1,
         "time": START + seconds,
@@ -27,5 +24,4 @@ def make_record(seconds: float = 0, user: str = "ann", text: str = "again", **mo
 
 
 def write_lines(lines: Iterable[object]) -> bytes:
-    """Lines of a log; a text stands for itself."""
     return b"".join((line if isinstance(line, str) else json.dumps(line)).encode() + b"\n" for line in lines)

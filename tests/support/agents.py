@@ -1,4 +1,4 @@
-"""Agents on the real SDKs, their gates, and what became of them."""
+"""Agents on the real SDKs."""
 
 from __future__ import annotations
 
@@ -24,24 +24,19 @@ from tests.support.stacks import open_stack
 
 
 class Gate(NamedTuple):
-    """A stack and the model behind it."""
-
     stack: Stack
     model: FakeModel
 
     @property
     def url(self) -> str:
-        """Where agents find the API."""
         return f"http://127.0.0.1:{self.stack.envoy.port}"
 
     def sent(self) -> int:
-        """How many requests have come to Envoy."""
         return self.stack.envoy.stat("http.ingress.downstream_rq_total")
 
 
 @contextmanager
 def open_gate(policies: object, *arguments: str, replicas: int = 1) -> Iterator[Gate]:
-    """Envoy before a model that follows scripts."""
     with (
         fake_model() as model,
         open_stack(policies, *arguments, replicas=replicas, upstream=f"127.0.0.1:{model.port}") as made,
@@ -50,23 +45,20 @@ def open_gate(policies: object, *arguments: str, replicas: int = 1) -> Iterator[
 
 
 def same(**_: object) -> str:
-    """A tool that always brings back the same."""
     return "pending"
 
 
 def fresh() -> Callable[..., str]:
-    """A tool that never brings back the same."""
     numbers = count()
     return lambda **_: f"{next(numbers)} %"
 
 
 def told(*answers: Answer) -> Script:
-    """A model that gives these answers."""
     return lambda number: answers[number]
 
 
 def again(*answers: Answer) -> Script:
-    """A model that gives these answers over and over."""
+    """A model that repeats these answers for ever."""
     return lambda number: answers[number % len(answers)]
 
 
@@ -74,8 +66,6 @@ MOST_TURNS = 20
 
 
 class Played(NamedTuple):
-    """What became of an agent: its turns, and what stopped it, if anything did."""
-
     turns: list[Any]
     refusal: Exception | None = None
 
@@ -90,7 +80,7 @@ def play(
     tasks: Sequence[str] = ("Tell me when it is done.",),
     tools: Mapping[str, Callable[..., str]] | None = None,
 ) -> Played:
-    """Run an agent to its end, or to its refusal, or for `MOST_TURNS`; tools that are not given say the same every time."""
+    """Run an agent until it ends, is refused, or has made `MOST_TURNS` turns. Missing tools always return the same."""
     gate.model.scripts[user] = script
     known = {**dict.fromkeys(("check", "edit", "first", "second", "third", "search", "wait_for_build"), same), **(tools or {})}
     turns: list[Any] = []
@@ -113,7 +103,6 @@ def _run(job: Job, name: str, given: Mapping[str, Any]) -> str:
 
 
 def gemini_agent(job: Job) -> Iterator[Turn]:
-    """Google's SDK, generateContent."""
     from google import genai
     from google.genai import types
 
@@ -134,7 +123,6 @@ def gemini_agent(job: Job) -> Iterator[Turn]:
 
 
 def bedrock_agent(job: Job, signature: str | None = None) -> Iterator[Turn]:
-    """AWS's SDK, Converse; signed by SigV4 where that is said."""
     import boto3
     import botocore
     from botocore.config import Config
@@ -160,7 +148,7 @@ def bedrock_agent(job: Job, signature: str | None = None) -> Iterator[Turn]:
 
 
 def react_agent(job: Job) -> Iterator[Turn]:
-    """OpenAI's SDK without a tool: actions are lines of text, and observations the user's messages."""
+    """OpenAI's SDK without tools: actions are lines of text, and observations are messages of the user."""
     import openai
 
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
@@ -195,7 +183,6 @@ AGENTS: dict[str, tuple[Callable[[Job], Iterator[Turn]], Any]] = {
 
 @cache
 def sdk_errors() -> tuple[type[Exception], ...]:
-    """What any of these agents may be stopped by."""
     import anthropic
     import openai
     from botocore.exceptions import ClientError as BedrockError

@@ -1,4 +1,4 @@
-"""The verdicts of the gateway and of `loopguard explain` about conversations, under the preset `agents`."""
+"""What the gateway and `loopguard explain` decide about the same conversation, under the preset `agents`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ REFUSED = 7
 
 
 def ask_preset(service: Service, value: object, path: str) -> ProcessingResponse:
-    """The last answer to a request of one caller."""
     message = headers(path, authorization="Bearer sk-one")
     return decoded(exchange(service, message, body(encoded(value)))[-1])
 
 
 def judge_live(bodies: Sequence[object], path: str) -> list[str]:
-    """What the gateway does with each of these requests of one caller, in order, as `judge_alone` has it."""
+    """What the gateway decides about each of these requests of one caller, in the words of `judge_alone`."""
     service = make_service(AGENTS)
     verdicts = []
     for value in bodies:
@@ -42,7 +41,7 @@ def judge_live(bodies: Sequence[object], path: str) -> list[str]:
 
 
 def judge_alone(value: object, path: str) -> str:
-    """What `explain` says of one request: an action of the detector `turns`, or the reason why it is not counted."""
+    """What `explain` decides about one request: an action of the detector `turns`, or the reason why it is not counted."""
     request = HttpRequest("POST", path, "host", {"authorization": b"Bearer sk-one"})
     evaluation = looked_into(make_engine(AGENTS), encoded(value), request)
     for _, detector, why in evaluation.list_left_out():

@@ -1,4 +1,4 @@
-"""Servers that answer whatever a test wants: admin ports, Envoys and receivers of events that mean ill."""
+"""HTTP servers that give any answer, also hostile ones."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from tests.support.receivers import CA
 
 
 class Answer(NamedTuple):
-    """A status, headers, and the pieces of a body."""
-
     status: int
     headers: Mapping[str, str]
     write: Callable[[], Iterator[bytes]]
 
 
 def reply(body: object, status: int = 200) -> Answer:
-    """An answer in JSON, or of bytes as they are."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return Answer(status, {"content-type": "application/json"}, lambda: iter([data]))
 
 
 def flood() -> Iterator[bytes]:
-    """A body without an end."""
     yield b'{"a":"'
     while True:
         yield b"x" * 2**16
@@ -36,7 +32,7 @@ def flood() -> Iterator[bytes]:
 
 @contextmanager
 def answering(answer: Answer | Mapping[str, Answer], *, tls: bool = False) -> Iterator[str]:
-    """A server that gives this answer to every request, or the one for the path; yields its URL."""
+    """A server that gives one answer to every request, or one for each path. Yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -55,7 +51,7 @@ def answering(answer: Answer | Mapping[str, Answer], *, tls: bool = False) -> It
         do_POST = do_DELETE = do_GET  # noqa: N815  # the base class's names
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-            """Silence."""
+            pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

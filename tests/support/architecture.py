@@ -1,6 +1,6 @@
-"""The generated part of docs/architecture.md: the picture of which room imports which.
+"""The generated picture in docs/architecture.md: which room imports which.
 
-.venv/bin/python -m tests.support.architecture            writes it into the page
+`.venv/bin/python -m tests.support.architecture` writes it into the page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 
 def fill_page(text: str) -> str:
-    """The page with the picture as it is now; raises ValueError if it has no place for it."""
+    """The page with the current picture. Raises ValueError if the page has no place for it."""
     before, mark, rest = text.partition("<!-- picture -->\n")
     _, end, behind = rest.partition("<!-- end -->")
     if not mark or not end:
@@ -23,7 +23,7 @@ def fill_page(text: str) -> str:
 
 
 def draw_imports() -> str:
-    """Which room imports which, as Mermaid draws it; without what follows from other imports."""
+    """A Mermaid graph of the rooms' imports, without those that follow from others."""
     imports: dict[str, set[str]] = {room: set() for room in ROOMS}
     for name, file in FILES.items():
         room = name.split("/")[0]
@@ -34,7 +34,6 @@ def draw_imports() -> str:
 
 
 def _list_nearest(imports: dict[str, set[str]], targets: Iterable[str]) -> list[str]:
-    """Those of some rooms that none of the others imports."""
     chosen = set(targets)
     return sorted(room for room in chosen if not any(room in imports[other] for other in chosen))
 

@@ -1,6 +1,6 @@
-"""A real Chromium, as a person uses it: what it shows, clicks, keys, the clipboard, a phone, dark mode.
+"""A real Chromium: what it shows, clicks, keys, the clipboard, a phone, dark mode.
 
-It is told what to do by the Chrome DevTools Protocol on two pipes, so there is no port, and nothing to install beside it.
+It speaks the Chrome DevTools Protocol over two pipes, which needs no port and no package.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ _WIDE = """
 
 
 class Browser:
-    """One tab."""
-
     def __init__(self, to: int, back: int) -> None:
-        """Open it; `to` and `back` are the pipes."""
         self._to, self._back = to, back
         self._rest = b""
         self._last = 0
@@ -78,7 +75,6 @@ class Browser:
             self._call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
-        """Go to a page, and wait until it is there."""
         origin = "/".join(url.split("/")[:3])
         for permission in ("clipboard-read", "clipboard-write"):
             self._call("Browser.setPermission", permission={"name": permission}, setting="granted", origin=origin)
@@ -86,25 +82,25 @@ class Browser:
         eventually(lambda: self.run("location.href != 'about:blank' && document.readyState == 'complete'"), url)
 
     def run(self, script: str) -> Any:  # noqa: ANN401  # whatever it returns
-        """The value of an expression of JavaScript on the page; a promise is waited for."""
+        """The value of a JavaScript expression on the page; promises are awaited."""
         answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True)
         if "exceptionDetails" in answer:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def read(self, selector: str = "body") -> str:
-        """The text that a person sees in an element; empty while there is none."""
+        """The visible text of an element, empty while it is missing."""
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, element: str) -> None:
-        """Click into the middle of what an expression of JavaScript finds."""
+        """Click the middle of the element that a JavaScript expression finds."""
         found = f"{element}.scrollIntoView({{block: 'center'}}), {element}.getBoundingClientRect()"
         x, y = self.run(f"(box => [box.x + box.width / 2, box.y + box.height / 2])(({found}))")
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str) -> None:
-        """Press a key: a character, or one of Tab, Enter and Escape."""
+        """Press a key: a character, or Tab, Enter or Escape."""
         known = _KEYS.get(key)
         text = {} if known and key != "Enter" else {"text": "\r" if known else key}
         about: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": known or ord(key.upper())}
@@ -112,27 +108,23 @@ class Browser:
         self._call("Input.dispatchKeyEvent", type="keyUp", **about)
 
     def paste(self) -> str:
-        """What is on the clipboard."""
         return str(self.run("navigator.clipboard.readText()"))
 
     def resize(self, width: int, height: int, *, phone: bool = False) -> None:
-        """Make the window this large, in CSS pixels."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
     def list_unreadable(self) -> list[str]:
-        """Texts that have too little contrast with what is behind them."""
+        """Texts whose contrast with their background is too low."""
         return list(self.run(_UNREADABLE))
 
     def list_wide(self) -> list[str]:
-        """Elements that reach beyond the right edge of the window."""
         return list(self.run(_WIDE))
 
     def prefer(self, scheme: str) -> None:
-        """Prefer a color scheme: `light` or `dark`."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def take_screenshot(self, path: Path) -> None:
-        """Save what the window shows, in the format of the file's name: PNG, or WebP, which is smaller."""
+        """Save the window as PNG or WebP, by the file's name."""
         shot = self._call("Page.captureScreenshot", format=path.suffix[1:], quality=50)
         path.write_bytes(base64.b64decode(shot["data"]))
 
@@ -149,7 +141,6 @@ class Browser:
             self._note(message)
 
     def _note(self, message: dict[str, Any]) -> None:
-        """Keep what the browser complains about, such as a script that the page's policy forbids."""
         if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
             self.problems.append(message["params"]["entry"]["text"])
         if message.get("method") == "Runtime.exceptionThrown":
@@ -169,7 +160,6 @@ class Browser:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """A Chromium with a fresh profile, which ends with the context."""
     theirs, ours = os.pipe()
     back, answers = os.pipe()
     with tempfile.TemporaryDirectory(prefix="lg", ignore_cleanup_errors=True) as profile:

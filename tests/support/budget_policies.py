@@ -1,5 +1,3 @@
-"""Policies of budgets, and requests for them."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,6 @@ KEY = ["header:x-api-key"]
 
 
 def rule(algorithm: str, name: str = "r", keys: Sequence[str] = KEY, more: Any = None, **config: object) -> dict[str, Any]:  # noqa: ANN401  # further keys
-    """A rule by its algorithm's keys."""
     made = {"name": name, "limit_keys": [*keys], "algorithm": algorithm, "algorithm_config": config}
     return made | (more or {})
 
@@ -32,33 +29,26 @@ DAY = {"period": "1d", "staged_actions": [{"threshold_percent": 50, "action": "w
 
 
 def daily(budget: float = 10, name: str = "daily", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
-    """A rule for a day's requests."""
     return rule("cost_based", name, **{"budget": budget, **DAY, **more})
 
 
 def bucket(per_second: float = 1, burst: float = 3, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
-    """A bucket of three requests."""
     return rule("token_bucket", **more) | {"algorithm_config": {"tokens_per_second": per_second, "burst": burst}}
 
 
 def limited(*rules: dict[str, Any], identity: str = "p", **spec: object) -> dict[str, Any]:
-    """A policy of rules alone."""
     return {"id": identity, "spec": {"selector": {"pathPrefix": "/"}, "rules": [*rules], **spec}}
 
 
 class Clock:
-    """A time that a test moves."""
-
     def __init__(self) -> None:
         self.now = NOON
 
     def __call__(self) -> int:
-        """The time in milliseconds."""
         return self.now
 
 
 def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]:  # noqa: ANN401  # fields of Settings
-    """A service whose store has a clock of the test's."""
     clock = Clock()
     return make_service(*policies, store=MemoryStore(Metrics(), clock=clock), **settings), clock
 
@@ -67,39 +57,32 @@ CHAT = "/v1/chat/completions"
 
 
 def ask(service: Service, key: str = "k", path: str = CHAT, content: bytes = b"{}", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    """One request of a caller; the last answer."""
     replies = exchange(service, headers(path, x_api_key=key, **more) if key else headers(path, **more), body(content))
     return decoded(replies[-1])
 
 
 def refused(answer: ProcessingResponse) -> str:
-    """Why a request was refused; empty if it was not."""
     return headers_of(answer).get("X-Fairvisor-Reason", "") if answer.HasField("immediate_response") else ""
 
 
 def warning_of(answer: ProcessingResponse) -> bytes | None:
-    """The warning for the upstream."""
     responses = answer.request_headers.response, answer.request_body.response
     options = [item for response in responses for item in response.header_mutation.set_headers]
     return next((item.header.raw_value for item in options if item.header.key == "X-Fairvisor-Warning"), None)
 
 
 def chat(text: str, **more: object) -> bytes:
-    """A chat's body."""
     return json.dumps({"model": "gpt-4o", "messages": [{"role": "user", "content": text}], **more}).encode()
 
 
 def tell(service: Service, answer: ProcessingResponse, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
-    """What Envoy logs about a request that was answered so."""
     settle(service, sessions=json.loads(metadata_of(answer)["sessions"]), **entry)
 
 
 def settle(service: Service, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
-    """An entry of Envoy's log."""
     for read in read_message(log(entry))[0]:
         service.settle_entry(read)
 
 
 def tokens_left(service: Service) -> int:
-    """What is left before a request of one token, which takes it."""
     return int(metadata_of(ask(service, content=chat("", max_tokens=1)))["ratelimit_remaining"]) + 1

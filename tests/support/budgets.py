@@ -1,4 +1,4 @@
-"""Budgets by definition, cases for both languages, and random requests."""
+"""Budgets: a plain model, cases for both languages, and random requests."""
 
 from __future__ import annotations
 
@@ -25,23 +25,18 @@ DIGITS: Final = "7f"
 
 
 def make_bucket(amount: int = 1, limit: int = 10, rate: int = 1, key: str = "bucket") -> Take:
-    """A bucket of 10 that gets one each millisecond."""
     return Take(f"{key}:{DIGITS}", BUCKET, amount, limit, rate, 0)
 
 
 def make_period(amount: int = 1, limit: int = 10, span: int = 300_000, key: str = "period", offset: int = 0) -> Take:
-    """A budget of 10 for five minutes."""
     return Take(f"{key}:{DIGITS}", PERIOD, amount, limit, 0, span, offset)
 
 
 def make_breaker(amount: int = 1, limit: int = 10, span: int = 300_000, key: str = "breaker") -> Take:
-    """A breaker that opens at 10 in a minute, for five minutes."""
     return Take(f"{key}:{DIGITS}", BREAKER, amount, limit, 0, span)
 
 
 class Asked(NamedTuple):
-    """Takes of one request, and when; or a settlement."""
-
     takes: Sequence[Take]
     now: int
 
@@ -161,13 +156,12 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
 
 
 class Bucket:
-    """A bucket by definition: its level, at any moment."""
+    """A bucket's level at any time, computed from all that was taken."""
 
     def __init__(self, take: Take) -> None:
         self._level, self._time = Fraction(take.limit), 0
 
     def look(self, take: Take, now: int) -> tuple[bool, int, int]:
-        """Fits, left and wait."""
         if self._time:
             self._level = min(Fraction(take.limit), self._level + take.rate * max(0, now - self._time))
         self._time = now
@@ -176,17 +170,15 @@ class Bucket:
         return fits, left, 0 if fits else FOREVER if take.amount > take.limit or wait is None else wait
 
     def take(self, amount: int) -> None:
-        """Take."""
         self._level -= amount
 
     def settle(self, take: Take, now: int) -> None:
-        """Settle."""
         self.look(take, now)
         self._level = min(Fraction(take.limit), self._level + take.amount)
 
 
 class Period:
-    """Periods by definition: all requests, each with the period that it belongs to by the calendar."""
+    """All requests, each with its calendar period."""
 
     def __init__(self, _: Take) -> None:
         self._used: dict[datetime, int] = {}
@@ -203,7 +195,6 @@ class Period:
         return midnight + (moment - midnight) // length * length
 
     def look(self, take: Take, now: int) -> tuple[bool, int, int]:
-        """Fits, left and wait."""
         self._current = self._find(take, now)
         left = take.limit - self._used.get(self._current, 0)
         ends = int(self._current.timestamp() * 1000) + take.span
@@ -211,17 +202,15 @@ class Period:
         return fits, left, 0 if fits else FOREVER if take.amount > take.limit else ends - now
 
     def take(self, amount: int) -> None:
-        """Take."""
         self._used[self._current] = self._used.get(self._current, 0) + amount
 
     def settle(self, take: Take, now: int) -> None:  # noqa: ARG002  # as the others
-        """Settle."""
         start = datetime.fromtimestamp(take.start // 1000, UTC)
         self._used[start] = max(0, self._used.get(start, 0) - take.amount)
 
 
 class Breaker:
-    """A breaker by definition: what was spent in each minute."""
+    """What was spent in each minute."""
 
     def __init__(self, _: Take) -> None:
         self._spent: dict[int, int] = {}
@@ -229,7 +218,6 @@ class Breaker:
         self._minute = 0
 
     def look(self, take: Take, now: int) -> tuple[bool, int, int]:
-        """Fits, left and wait."""
         if now < self._until:
             return False, 0, self._until - now
         self._minute = now // MINUTE
@@ -242,11 +230,9 @@ class Breaker:
         return False, 0, take.span
 
     def take(self, amount: int) -> None:
-        """Take."""
         self._spent[self._minute] = self._spent.get(self._minute, 0) + amount
 
     def settle(self, take: Take, now: int) -> None:
-        """Settle; what is older than a minute is forgotten."""
         minute = take.start // MINUTE
         if now // MINUTE - minute <= 1:
             self._spent[minute] = max(0, self._spent.get(minute, 0) - take.amount)
@@ -263,12 +249,14 @@ _BUDGETS = [
 
 
 class Sent(NamedTuple):
-    """A random request: milliseconds since the one before, its costs by budget, and what becomes of it.
+    """A random request.
 
     Attributes:
-        late: number of requests after which it is settled; None for never.
-        again: number of requests after which that comes again, at another replica; None for never.
-        wrong: what was estimated too much, by budget.
+        gap: milliseconds since the request before.
+        costs: by budget.
+        late: settled after this number of requests; None for never.
+        again: settled again, at another replica, after this number of requests; None for never.
+        wrong: overestimate, by budget.
     """
 
     gap: int
@@ -292,7 +280,7 @@ REQUESTS: Final = st.lists(
 
 
 def list_asked(sent: Sequence[Sent], answers: list[list[Taken]], place: int, now: int) -> list[Take]:
-    """The settlements that are due before a request, of requests that were granted."""
+    """The settlements that are due before a request."""
     due = [number for number in range(place) if place - number - 1 in (sent[number].late, sent[number].again)]
     return [
         _BUDGETS[budget].settle(min(sent[number].wrong, cost), taken.start, f"{number}.{budget}")
@@ -303,7 +291,6 @@ def list_asked(sent: Sequence[Sent], answers: list[list[Taken]], place: int, now
 
 
 def make_takes(request: Sent) -> list[Take]:
-    """The takes of a random request."""
     made = []
     for budget, cost in request.costs:
         one = _BUDGETS[budget]
@@ -312,8 +299,6 @@ def make_takes(request: Sent) -> list[Take]:
 
 
 class Model:
-    """All budgets by definition."""
-
     def __init__(self) -> None:
         self._budgets: dict[str, Bucket | Period | Breaker] = {}
         self._settled: dict[str, int] = {}
@@ -324,7 +309,6 @@ class Model:
         return self._budgets[take.key]
 
     def ask(self, takes: Sequence[Take], now: int) -> list[tuple[bool, bool, int, int]]:
-        """The answers as in `CASES`."""
         looked = [self._open(take).look(take, now) for take in takes]
         granted = all(fits for fits, _, _ in looked)
         if granted:
@@ -336,7 +320,7 @@ class Model:
         ]
 
     def settle(self, asked: Take, now: int) -> bool:
-        """Settle one, unless that was done a short time ago; returns whether it was."""
+        """Settle a request. Returns whether it changed anything: a recent settlement is not repeated."""
         if now - self._settled.get(asked.marker, -MARKED_MS) < MARKED_MS:
             return False
         self._settled[asked.marker] = now
@@ -345,8 +329,6 @@ class Model:
 
 
 def ask_store(store: Driver, takes: Sequence[Take], now: int | None) -> list[Taken]:
-    """What one request asks, or its settlements, whether the store answers at once or later."""
-
     async def answered() -> Any:  # noqa: ANN401  # answers
         return await ask_later(store, takes, now)
 
@@ -354,12 +336,10 @@ def ask_store(store: Driver, takes: Sequence[Take], now: int | None) -> list[Tak
 
 
 async def ask_later(store: Driver, takes: Sequence[Take], now: int | None) -> Any:  # noqa: ANN401  # answers
-    """The same on the loop."""
     named = [replace(take, key=store.name(take.key), marker=store.name(take.marker) if take.marker else "") for take in takes]
     answer = store.store.hit(named, now)
     return await answer if inspect.isawaitable(answer) else answer
 
 
 def shown(taken: Taken) -> tuple[bool, bool, int, int]:
-    """An answer as the cases have it."""
     return taken.granted, taken.fits, taken.left, taken.wait_ms

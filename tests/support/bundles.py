@@ -1,4 +1,4 @@
-"""Bundles right and wrong, and every error that a wrong one has."""
+"""Valid and invalid bundles, with every error of an invalid one."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ _OF = "/spec/rules/0/algorithm_config"
 
 
 def _configured(kind: str, **config: object) -> list[dict[str, Any]]:
-    """One rule."""
     return [{"name": "r", "algorithm": kind, "algorithm_config": config}]
 
 
@@ -186,29 +185,25 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
 
 
 def unknown(*keys: str) -> str:
-    """The answer to an unknown key where the keys that there are are few."""
     return f"unknown key; known keys are {', '.join(keys)}"
 
 
 def an_object(name: str, *keys: str) -> str:
-    """The answer to anything else where an object with a few keys belongs."""
     return f"{name} must be an object {{{', '.join(f'{chr(34)}{key}{chr(34)}' for key in keys)}}}"
 
 
 def good(identity: str = "p") -> dict[str, Any]:
-    """A policy without any error or warning."""
     return policy(identity, {"pathExact": "/a"}, limit_keys=["jwt:org"])
 
 
 def spec(**changes: object) -> dict[str, Any]:
-    """A good policy with keys of its spec replaced."""
     made = good()
     made["spec"].update(changes)
     return made
 
 
 def loop(**changes: object) -> dict[str, Any]:
-    """A good policy with keys of its loop_detection replaced; `...` takes a key away."""
+    """A valid policy with keys of loop_detection replaced; `...` removes a key."""
     made = spec()
     detection = made["spec"]["loop_detection"] | changes
     made["spec"]["loop_detection"] = {key: value for key, value in detection.items() if value is not ...}
@@ -216,31 +211,28 @@ def loop(**changes: object) -> dict[str, Any]:
 
 
 def entries(*changes: Mapping[str, object]) -> dict[str, Any]:
-    """A good policy whose loop_detection is a list of entries, each a good one with its keys replaced; `...` takes one away."""
+    """A valid policy with a list of detectors, each with keys replaced; `...` removes a key."""
     return spec(loop_detection=[loop(**each)["spec"]["loop_detection"] for each in changes])
 
 
 def check(*documents: object, **named: object) -> PolicySet:
-    """Load documents (bytes as they are, everything else as JSON) from files `0`, `1`, ... and those named."""
+    """Load documents from files called `0`, `1`, ... and those named. Bytes are written as they are, all else as JSON."""
     files = {str(number): document for number, document in enumerate(documents)} | named
     return parse({name: d if isinstance(d, bytes) else json.dumps(d).encode() for name, d in files.items()}, NOW)
 
 
 def refused(*documents: object) -> list[BundleError]:
-    """The errors of documents that must not load."""
     with pytest.raises(BundleErrors) as failure:
         check(*documents)
     return list(failure.value.errors)
 
 
 def plain(problems: object) -> Errors:
-    """Pointers and messages alone."""
     assert isinstance(problems, list | tuple)
     return [(problem.pointer, problem.message) for problem in problems]
 
 
 def in_spec(place: str, message: str) -> Errors:
-    """One error below the spec of a single policy, its message starting with the field's name."""
     return [(f"/spec/{place}", f"{place.rpartition('/')[2]} {message}")]
 
 
@@ -315,24 +307,21 @@ ANCHORS = "needs at least one of apis, pathExact, pathPrefix and routes"
 
 
 def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
-    """The error of a key of another similarity."""
     return f"/{key}", f"{key} belongs to similarity {owner}, not {here}"
 
 
 def milder(name: str, action: str) -> tuple[str, str]:
-    """What is said where an entry of `escalate` is milder than the action."""
     order = "in the order warn, steer, throttle, land, reject"
     return f"/escalate/{name}", f"{name} is milder than the action, {action}; escalate takes stricter ones, {order}"
 
 
 def never(place: str, threshold: int, window: int) -> tuple[str, str]:
-    """The error of a threshold beyond its window."""
     message = f"a threshold of {threshold} is never reached among the last {window} calls; raise window_calls or lower it"
     return place, message
 
 
 def one_of(key: str, values: Iterable[object], message: str, **more: object) -> list[tuple[dict[str, object], Errors]]:
-    """An entry for each wrong value of one key, all with the same error."""
+    """One case for each invalid value of a key, all with the same error."""
     return [({key: value, **more}, [(f"/{key}", message)]) for value in values]
 
 

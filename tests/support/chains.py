@@ -1,4 +1,4 @@
-"""Conversations under one caller that no header tells apart: made by the thousand, with the truth known."""
+"""Conversations of one caller that no header tells apart, with their true beginnings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ CHAINS = Chains("p", 3_600, namespace="")
 
 
 class Sent(NamedTuple):
-    """A request as a client sends it: the user's first words, the assistant's turns, oldest first, and the newest turn's entry.
-
-    A turn of several messages has a plus sign between these.
-    """
+    """The user's first words, the assistant's turns (messages of one turn are joined by "+"), the newest turn's entry."""
 
     first: str
     shown: tuple[str, ...]
@@ -29,7 +26,6 @@ class Sent(NamedTuple):
 
 
 def make_link(sent: Sent, *, tenant: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int) -> ChainLink:
-    """What the store is asked about a request."""
     turns = [Spoken([_widen(message) for message in turn.split("+")], []) for turn in sent.shown]
     place = ChainPlace(_widen(sent.first), turns)
     entry = sent.entry.encode() if sent.shown else b""
@@ -41,13 +37,10 @@ def _widen(text: str) -> bytes:
 
 
 class Model:
-    """A store that keeps everything, by the rule in Python."""
-
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
     def ask(self, link: ChainLink, now: int = 0) -> Trail:
-        """What the rule answers."""
         return follow(self.values.get, self._put, link, now)
 
     def _put(self, key: str, value: bytes, _life: int) -> None:
@@ -55,10 +48,7 @@ class Model:
 
 
 class Run:
-    """One conversation: what the assistant says and what comes back, turn by turn."""
-
     def __init__(self, task: str, turns: Sequence[tuple[str, str]], window: int = 0) -> None:
-        """Take turns of (assistant message, entry); `window`: how many messages are shown, 0 for all."""
         self.task = task
         self.turns = list(turns)
         self.window = window
@@ -66,11 +56,10 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Nothing is left to send."""
         return self.at > len(self.turns)
 
     def send(self) -> tuple[Sent, list[bytes]]:
-        """The next request, and the entries of all turns up to it, the oldest first: the truth."""
+        """The next request, and the entries of all turns so far, oldest first."""
         past = self.turns[: self.at]
         self.at += 1
         shown = tuple(message for message, _ in past)
@@ -81,7 +70,7 @@ class Run:
 
 
 def interleave(runs: Sequence[Run], how: str, random: Random) -> list[tuple[Run, Sent, list[bytes]]]:
-    """All requests of the runs: one after the other (`sequential`), in turn (`lockstep`), or in any order (`random`)."""
+    """The requests of all runs: run after run (`sequential`), in turn (`lockstep`), or in random order (`random`)."""
     sent = []
     left = list(runs)
     number = 0
@@ -111,7 +100,6 @@ KEYS = ("key", "before", "own", "usage")
 
 
 def ask_store(store: Driver, link: ChainLink, now: int) -> Trail:
-    """What the store answers, under keys of this driver's."""
     changes: dict[str, Any] = {name: store.name(getattr(link, name)) for name in KEYS if getattr(link, name)}
     changes["parents"] = tuple(store.name(parent) for parent in link.parents)
 

@@ -1,4 +1,4 @@
-"""What `loopguard check-envoy` finds."""
+"""Findings of `loopguard check-envoy`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ Edit = Callable[[Json], object]
 
 
 class Finding(NamedTuple):
-    """A finding, or a note, which does not hurt."""
-
     code: str
     pointer: str
     hurts: bool
@@ -31,26 +29,21 @@ class Finding(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A route, and the body modes in which it calls Loopguard."""
-
     name: str
     modes: list[str]
 
 
 class Report(NamedTuple):
-    """What the command prints as JSON: notes follow the findings."""
-
     good: bool
     routes: list[Route]
     findings: list[Finding]
 
 
 class UnreadConfigurationError(Exception):
-    """The command cannot use the configuration."""
+    pass
 
 
 def report(document: Json, policies: Json = None, *flags: str) -> Report:
-    """Run the command on a configuration."""
     with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as printed:
         arguments = [*flags, written(Path(folder) / "envoy.json", document)]
         if policies:
@@ -74,7 +67,7 @@ def found(document: Json, policies: Json = None, *flags: str) -> list[tuple[str,
 
 
 def codes(document: Json, policies: Json = None) -> list[str]:
-    """Codes of findings, then those of notes, in parentheses."""
+    """Codes of findings, then codes of notes in parentheses."""
     return [item.code if item.hurts else f"({item.code})" for item in report(document, policies).findings]
 
 
@@ -85,14 +78,12 @@ MANAGER = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config"
 
 
 def find(document: Json, pointer: str) -> Json:
-    """What stands there."""
     for step in pointer.split("/")[1:]:
         document = document[int(step) if isinstance(document, list) else step]
     return document
 
 
 def put(pointer: str, value: Json) -> Edit:
-    """An edit that sets something."""
     above, _, last = pointer.rpartition("/")
 
     def edit(document: Json) -> None:
@@ -103,7 +94,6 @@ def put(pointer: str, value: Json) -> Edit:
 
 
 def drop(pointer: str) -> Edit:
-    """An edit that takes something away."""
     above, _, last = pointer.rpartition("/")
 
     def edit(document: Json) -> None:
@@ -114,19 +104,17 @@ def drop(pointer: str) -> Edit:
 
 
 def insert(pointer: str, value: Json) -> Edit:
-    """An edit that puts something into a list, before what stands there."""
     above, _, last = pointer.rpartition("/")
     return lambda document: find(document, above).insert(int(last), copy.deepcopy(value))
 
 
 def add_filter(kind: str, *, place: int = 1, **config: Json) -> Edit:
-    """An edit that adds an HTTP filter called `it`, behind Loopguard's unless the place says otherwise."""
+    """An edit that adds the HTTP filter `it`, by default after Loopguard's."""
     made = {"@type": f"type.googleapis.com/envoy.extensions.filters.http.{kind}", **config}
     return insert(f"{MANAGER}/http_filters/{place}", {"name": "it", "typed_config": made})
 
 
 def edited(document: Json, *edits: Edit) -> Json:
-    """A copy with these edits."""
     made = copy.deepcopy(document)
     for edit in edits:
         edit(made)
@@ -134,7 +122,6 @@ def edited(document: Json, *edits: Edit) -> Json:
 
 
 def without_an_end(document: Json) -> None:
-    """Nothing ends an upload that stalls."""
     manager = find(document, MANAGER)
     del manager["request_timeout"]
     manager["stream_idle_timeout"] = "0s"

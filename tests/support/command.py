@@ -14,10 +14,7 @@ from tests.support.documents import policy
 
 
 class Run:
-    """One run of the command in this process."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
-        """Run it; an exit by exception counts like a returned code."""
         capsys.readouterr()
         try:
             self.code: object = main(arguments)
@@ -27,13 +24,12 @@ class Run:
 
     @property
     def complaint(self) -> str:
-        """The one line of stderr."""
         (line,) = self.err.splitlines()
         return line
 
 
 def fits(shown: str | None, wanted: str | None) -> bool:
-    """Whether a text is the wanted one, in which `…` stands for any text; None is no text."""
+    """Whether a text equals the wanted one, in which `…` stands for any text. None is no text."""
     if shown is None or wanted is None:
         return shown is wanted
     return re.fullmatch(".*".join(map(re.escape, wanted.split("…"))), shown, re.DOTALL) is not None
@@ -50,6 +46,5 @@ NOT_ENFORCED = (
 
 
 def written(file: Path, document: object) -> str:
-    """The path of a file with a document; bytes stand there as they are."""
     file.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
     return str(file)

@@ -1,7 +1,7 @@
-"""Agents' conversations as their clients send them: made by the thousand, side by side under one caller, with the truth known.
+"""Thousands of agent conversations, side by side under one caller, with the truth known.
 
-A plan says what an agent does, and whether it loops. A habit says what its client leaves out, makes anew or sends again. Each
-request is written as its API has it, so that nothing but the plan knows to which conversation it belongs.
+A plan says what an agent does and whether it loops. A habit says what its client omits, renews or repeats. Requests are written
+as their API has them, so only the plan knows which conversation a request belongs to.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ APIS = [
 
 
 class Habit(NamedTuple):
-    """What a client does to its history.
+    """How a client changes the history that it sends.
 
     Attributes:
-        turns: this many of the newest are shown, 0 for all.
-        messages: the same of messages, whatever the first of them is.
-        opening: what stands before the first turn is shown with the newest.
-        kept: this many of the newest results are shown as they were, 0 for all.
-        renews: ids are made anew with each request.
-        cuts: thoughts are cut from all messages but the newest.
-        retries: a request may be sent this many times more.
+        turns: number of the newest turns sent; 0 for all.
+        messages: the same in messages, whatever the first one is.
+        opening: messages before the first turn are sent, too.
+        kept: number of the newest results sent in full; 0 for all.
+        renews: each request has new ids.
+        cuts: only the newest message has thoughts.
+        retries: number of times a request may be repeated.
     """
 
     turns: int = 0
@@ -74,14 +74,7 @@ PATIENCE = 3
 
 
 class Sent(NamedTuple):
-    """One request of a conversation.
-
-    Attributes:
-        run: which.
-        done: this many turns have been made.
-        data: the body.
-        aside: it is no turn, but what a program asks beside.
-    """
+    """A request: its run, the number of turns made, its body, and whether it is no turn of the agent but a side request."""
 
     run: Run
     done: int
@@ -90,10 +83,7 @@ class Sent(NamedTuple):
 
 
 class Run:
-    """One conversation."""
-
     def __init__(self, api: str, task: str, turns: Sequence[Did], habit: Habit, *, loops: bool) -> None:
-        """Take turns, the oldest first; `loops`: the truth."""
         self.api = api
         self.task = task
         self.turns = list(turns)
@@ -103,15 +93,12 @@ class Run:
         self.refusals = 0
 
     def show_all(self, count: int) -> bytes:
-        """A request after a number of turns, with nothing left out."""
         return _dump(self._write(self.turns[:count]))
 
     def write(self, count: int, random: Random) -> bytes:
-        """The same as this client sends it."""
         return _dump(self.write_document(count, random))
 
     def write_document(self, count: int, random: Random) -> dict[str, Any]:
-        """The body of that."""
         habit, turns = self.habit, self.turns[:count]
         if habit.kept:
             turns = [
@@ -142,7 +129,7 @@ class Run:
         return document
 
     def send_all(self, random: Random) -> Iterator[Sent]:
-        """All of its requests, one after the other, until its client gives up at the third refusal."""
+        """All requests in order, until the client gives up at the third refusal."""
         for count in range(len(self.turns) + 1):
             if self.refusals >= PATIENCE:
                 return
@@ -154,19 +141,16 @@ class Run:
 
 
 def ask_title(run: Run, count: int) -> bytes:
-    """What a thread is called, asked beside its first requests."""
     return _dump(WRITERS[run.api]([]) | {"temperature": count}) if count < 2 else ask_router(run, count)
 
 
 def ask_router(run: Run, count: int) -> bytes:
-    """Which model is to go on, asked before each turn in words of its own."""
     document = WRITERS[run.api]([])
     _name_task(document, f"Which model is to do step {count} of {run.task!r}?")
     return _dump(document)
 
 
 def ask_summary(run: Run, count: int) -> bytes:
-    """The whole history, and the order to sum it up."""
     document = run.write_document(count, Random(count))
     key = next(key for key in MESSAGES if key in document)
     said: dict[str, Any] = {"role": "user", "content": f"Sum up {count} turns."}
@@ -183,7 +167,6 @@ def _dump(document: dict[str, Any]) -> bytes:
 
 
 def _name_task(document: dict[str, Any], task: str) -> None:
-    """Put the task into what the user says first."""
     key = next(key for key in MESSAGES if key in document)
     first = next(message for message in document[key] if message.get("role") == "user")
     first.update(msgspec.json.decode(_dump(first).decode().replace("Fix it.", task).replace("Find it.", task)))
@@ -194,7 +177,6 @@ def _is_assistants(message: dict[str, Any]) -> bool:
 
 
 def _cut_thoughts(document: dict[str, Any]) -> None:
-    """Leave only the newest thought, as clients do that have to pay for the others."""
     key = next(key for key in MESSAGES if key in document)
     own = [message for message in document[key] if _is_assistants(message)]
     newest = own[-1] if own else None
@@ -219,12 +201,10 @@ def _is_thought(part: dict[str, Any]) -> bool:
 
 
 def word(turns: Sequence[Did], random: Random) -> list[Did]:
-    """The same turns, each worded anew."""
     return [turn._replace(thought=f"thought {random.randrange(10**9)}") for turn in turns]
 
 
 def work(random: Random, count: int) -> list[Did]:
-    """Turns that get on."""
     return [
         Did(
             ((random.choice(["read", "edit", "run"]), {"n": random.randrange(10**6)}),),
@@ -235,14 +215,12 @@ def work(random: Random, count: int) -> list[Did]:
 
 
 def get_stuck(random: Random, length: int) -> list[Did]:
-    """Eight rounds of the same few turns, each of which fails."""
     name = f"part {random.randrange(10**6)}"
     cycle = [Did((("check", {name: part}),), (f"Error: {name}.{part} is broken. " + "It is. " * 30,)) for part in range(length)]
     return cycle * 8
 
 
 def fail_alike(random: Random) -> list[Did]:
-    """Whatever is tried ends in the same error."""
     name = f"host {random.randrange(10**6)}"
     return [
         Did((("try", {"n": random.randrange(10**6)}),), (f"Error: no access to {name}. " + "None. " * 40,)) for _ in range(10)
@@ -250,20 +228,17 @@ def fail_alike(random: Random) -> list[Did]:
 
 
 def poll(random: Random) -> list[Did]:
-    """The same action, and each time another result."""
     name = random.randrange(10**6)
     return [Did((("status", {"job": name}),), (f"{random.randrange(10**6)} items are left",)) for _ in range(8)]
 
 
 def repair(random: Random) -> list[Did]:
-    """A change, and the same tests behind each, which fail until the last."""
     name = random.randrange(10**6)
     test = Did((("test", {"part": name}),), (f"part {name} fails its tests",))
     return [turn for change in work(random, 4) for turn in (change, test)]
 
 
 def try_twice(random: Random) -> list[Did]:
-    """Each action once more."""
     return [turn for turn in work(random, 4) for _ in range(2)]
 
 
@@ -277,7 +252,6 @@ LOOPING: list[Callable[[Random], list[Did]]] = [
 
 
 def make_runs(api: str, habit: Habit, random: Random, each: int = 1) -> list[Run]:
-    """Loops and innocents in equal parts, of one task and of several."""
     runs = []
     for number in range(each):
         for loops, plans in ((True, LOOPING), (False, INNOCENT)):
@@ -288,7 +262,7 @@ def make_runs(api: str, habit: Habit, random: Random, each: int = 1) -> list[Run
 
 
 def make_best_of(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
-    """Runs of one task, equal to the byte for a while, of which the first loops in the end."""
+    """Runs of one task that begin alike, byte for byte. The first one ends in a loop."""
     same = word(work(random, random.randint(1, 5)), random)
     plans = [random.choice(LOOPING), *[random.choice(INNOCENT) for _ in range(count - 1)]]
     return [
@@ -298,7 +272,7 @@ def make_best_of(count: int, api: str, habit: Habit, random: Random) -> list[Run
 
 
 def make_few(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
-    """Runs of one task that do one of two things without a word, of which one of two results comes back."""
+    """Runs of one task with two possible actions, without text, and two possible results."""
     runs = []
     for _ in range(count):
         turns = [
@@ -312,7 +286,7 @@ def make_few(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
 
 
 def make_twins(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
-    """Runs whose agents say exactly the same; the first gets the same results again and again, the others get new ones."""
+    """Runs whose agents say the same. The first gets the same results over and over, the others get new ones."""
     begun = word(work(random, 3), random)
     asked = [Did((("status", {"job": 7}),), (), thought=f"thought {random.randrange(10**9)}") for _ in range(8)]
     runs = []
@@ -326,7 +300,7 @@ def make_twins(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
 
 
 def interleave(runs: Sequence[Run], how: str, random: Random) -> Iterator[Sent]:
-    """All requests of the runs: one after the other (`sequential`), in turn (`lockstep`), or in any order (`random`)."""
+    """The requests of all runs: run after run (`sequential`), in turn (`lockstep`), or in random order (`random`)."""
     left = [run.send_all(random) for run in runs]
     number = 0
     while left:
@@ -340,11 +314,11 @@ def interleave(runs: Sequence[Run], how: str, random: Random) -> Iterator[Sent]:
 
 
 class Verdicts:
-    """What became of the requests of some runs.
+    """Refusals in some runs.
 
     Attributes:
-        refused: the runs that were, with the number of turns when it happened first.
-        wrong: requests that were refused although all that was done so far is no loop.
+        refused: refused runs, with the number of turns at the first refusal.
+        wrong: refused requests whose history shows no loop.
     """
 
     def __init__(self) -> None:
@@ -352,7 +326,6 @@ class Verdicts:
         self.wrong: list[Sent] = []
 
     def take(self, sent: Sent, *, refused: bool) -> None:
-        """Know one more."""
         if not refused:
             return
         sent.run.refusals += 1
@@ -362,13 +335,12 @@ class Verdicts:
 
 
 def shows_loop(data: bytes) -> bool:
-    """Whether the newest turn of a request that leaves nothing out is in a loop that is refused: the truth about it."""
+    """The truth: whether the newest turn of a complete history is in a loop that must be refused."""
     found = ORACLE.compare(Document(data))[1]
     return found is not None and found.looping and not found.notes_only
 
 
 async def judge(service: Service, data: bytes, **named: Any) -> bool:  # noqa: ANN401  # of `headers`
-    """Whether a request is refused."""
     stream = Stream(service)
     try:
         stream.receive(headers(**{"x_user_id": "ann", **named}).SerializeToString())

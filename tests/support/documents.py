@@ -1,5 +1,3 @@
-"""Policy documents for tests, written as briefly as a test wants to say it, and configuration read back."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ _SPEC = (
 
 
 def policy(identity: str, selector: Mapping[str, object], *, mode: str = "enforce", **more: object) -> dict[str, Any]:
-    """A policy document; what `_SPEC` names goes to the spec, everything else to loop_detection."""
+    """A policy document; keys in `_SPEC` go to the spec, all others to loop_detection."""
     spec: dict[str, Any] = {"selector": dict(selector), "mode": mode}
     for key in _SPEC:
         if key in more:
@@ -33,15 +31,14 @@ def policy(identity: str, selector: Mapping[str, object], *, mode: str = "enforc
 
 
 def bare_policy(identity: str, prefix: str = "/", **spec: object) -> dict[str, Any]:
-    """A policy for what is below a path, with this spec alone, and so without loop detection unless it is there."""
+    """A policy for a path prefix with this spec alone."""
     return {"id": identity, "spec": {"selector": {"pathPrefix": prefix}, **spec}}
 
 
 def bundle(*policies: Mapping[str, object], **more: object) -> dict[str, Any]:
-    """A bundle document."""
     return {"bundle_version": 1, "policies": list(policies), **more}
 
 
 def read_yaml(text: str) -> Any:  # noqa: ANN401  # whatever the document holds
-    """A document of ours, read in a tenth of the time that `safe_load` takes."""
+    """Read YAML with libyaml, in a tenth of the time of `safe_load`."""
     return yaml.load(text, yaml.CSafeLoader)

@@ -1,6 +1,6 @@
-"""Bodies of every API, nearly right, and what Python's own parser says about what an edit has made of them.
+"""Nearly valid bodies of every API, and a check of edits by Python's own JSON parser.
 
-By hand, for as many as one likes: `python -m tests.support.edit_fuzzer 1000000`.
+`python -m tests.support.edit_fuzzer 1000000` tries a million.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Value: TypeAlias = Any
 
 
 class Members(list[tuple[str, Value]]):
-    """An object as Python's parser finds it, with keys that stand twice."""
+    """An object that may have duplicate keys."""
 
 
 class WrongEditError(AssertionError):
-    """An edit has changed something else."""
+    pass
 
 
 # --- bodies
@@ -53,44 +53,37 @@ _NAMES: Final = ("f", "g", "pay")
 
 
 class Writer:
-    """Writes bodies as text, from one source of chance."""
+    """Writes random bodies as text. Each body draws its own chances of oddities."""
 
     def __init__(self, random: Random) -> None:
-        """Start with the chances of what is odd, which are others for each body."""
         self.random = random
         self._odd = random.choice((0.0, 0.0, 0.02, 0.1))
         self._twice = random.choice((0.0, 0.0, 0.0, 0.05))
         self._tools = random.randrange(8)
 
     def chance(self, of: float) -> bool:
-        """Whether it happens."""
         return self.random.random() < of
 
     def pick(self, *values: str) -> str:
-        """One of them."""
         return self.random.choice(values)
 
     def space(self) -> str:
-        """White space, mostly none."""
         return self.random.choice(_SPACES)
 
     def junk(self) -> str:
-        """Anything."""
         return self.random.choice(_JUNK)
 
     def text(self) -> str:
-        """A string, or sometimes anything."""
         return self.junk() if self.chance(self._odd) else self.random.choice(_STRINGS)
 
     def write_list(self, items: Sequence[str]) -> str:
-        """A list, or sometimes one of those, or anything."""
         if self.chance(self._odd):
             return self.junk()
         kept = [self.junk() if self.chance(self._odd) else item for item in items]
         return "[" + ",".join([self.space() + item + self.space() for item in kept]) + self.space() + "]"
 
     def write(self, **members: str | None) -> str:
-        """An object of those members that are not None, in any order, and sometimes with more; `_` ends no key."""
+        """An object of the members that are not None, shuffled, sometimes with more. Keys lose a trailing `_`."""
         given = [(key.rstrip("_"), value) for key, value in members.items() if value is not None]
         if self.chance(self._odd):
             given.append((self.pick("x", "text", "content", "type", "name", "output", "gateway_note", ""), self.junk()))
@@ -110,11 +103,9 @@ class Writer:
     # --- what stands in contents
 
     def some(self, make: Callable[[], str], most: int = 3) -> list[str]:
-        """A few of something."""
         return [make() for _ in range(self.random.randint(0, most))]
 
     def block(self, depth: int = 0) -> str:
-        """A block of any API's."""
         kind = self.random.randrange(9)
         if kind < 3:
             return self.write(type=self.pick('"text"', '"input_text"', '"output_text"'), text=self.text())
@@ -137,13 +128,11 @@ class Writer:
         return self.write(type=self.pick('"image"', '"thinking"', '"x"'), source=self.junk())
 
     def content(self, depth: int = 0) -> str | None:
-        """A content, or none."""
         if self.chance(0.1):
             return None
         return self.text() if self.chance(0.4) else self.write_list(self.some(lambda: self.block(depth)))
 
     def response(self) -> str:
-        """Gemini's result."""
         key = self.pick("output", "result", "error", "a", "gateway_note")
         return self.write(name='"f"', response=self.write(**{key: self.text()}, b=self._maybe("1")))
 
@@ -153,7 +142,6 @@ class Writer:
     # --- messages
 
     def chat(self) -> str:
-        """A chat's, Anthropic's, Bedrock's and Ollama's messages."""
         messages = []
         for _ in range(self.random.randint(1, 3)):
             call = self.write(id='"1"', function=self.write(name=f'"{self.pick(*_NAMES)}"', arguments='"{}"'))
@@ -165,7 +153,6 @@ class Writer:
         return self.write_list(messages)
 
     def items(self) -> str:
-        """Responses' items, or a text."""
         if self.chance(0.1):
             return self.text()
         items = []
@@ -177,7 +164,6 @@ class Writer:
         return self.write_list(items)
 
     def contents(self) -> str:
-        """Gemini's contents."""
         contents = []
         for _ in range(self.random.randint(1, 3)):
             call = self.write(functionCall=self.write(name=f'"{self.pick(*_NAMES)}"', args="{}"))
@@ -188,7 +174,6 @@ class Writer:
     # --- tools
 
     def tool(self) -> str:
-        """A tool as any API declares one."""
         name = f'"{self.pick(*_NAMES)}"' if self.chance(0.95) else self.junk()
         kind = self.random.randrange(8) if self.chance(0.2) else self._tools
         if kind < 3:
@@ -205,11 +190,9 @@ class Writer:
         )
 
     def tools(self) -> str:
-        """A list of them."""
         return self.write_list(self.some(self.tool, 4))
 
     def choice(self) -> str:
-        """Among tools, as any API has it."""
         name = f'"{self.pick(*_NAMES)}"'
         return self.random.choice([
             '"auto"', '"none"', '"required"', "null", '{"type":"auto"}',
@@ -220,13 +203,11 @@ class Writer:
         ])  # fmt: skip  # one list
 
     def config(self) -> str:
-        """Gemini's choice."""
         names = self.write_list([f'"{name}"' for name in _NAMES if self.chance(0.5)])
         calling = self.write(mode='"ANY"', allowedFunctionNames=self._maybe(names))
         return self.write(functionCallingConfig=self._maybe(calling), x=self._maybe("1"))
 
     def body(self) -> str:
-        """A request to any API."""
         kind = self.random.randrange(8)
         model, more = self._maybe('"m"'), self._maybe(self.junk())
         if kind < 4:
@@ -250,7 +231,7 @@ class Writer:
         return inner if kind == 6 else self.write(model=model, request=inner)
 
     def bytes(self) -> bytes:
-        """The same as it is sent: seldom cut, with bytes that are no UTF-8, or with two conversations."""
+        """A body in bytes: rarely cut off, invalid UTF-8, or with two conversations."""
         body = self.space() + self.body() + self.space()
         if self.chance(0.01):
             body = body.replace('"more"', self.pick('"messages"', '"input"', '"contents"', '"tools"', '"request"'))
@@ -268,7 +249,7 @@ class Writer:
 
 
 def read(body: bytes) -> Value:
-    """A body with all of its keys, and numbers as they are spelled; raises ValueError if it is not JSON."""
+    """Parse a body, with duplicate keys and the spelling of numbers. Raises ValueError if it is not JSON."""
     text = body.decode("utf-8", "surrogateescape")
     return json.loads(
         text, object_pairs_hook=Members, parse_int=_Number, parse_float=_Number, parse_constant=_refuse, strict=False
@@ -276,8 +257,6 @@ def read(body: bytes) -> Value:
 
 
 class _Number(str):
-    """A number as it is spelled, which is no string."""
-
     __slots__ = ()
 
 
@@ -286,7 +265,7 @@ def _refuse(_: str) -> None:
 
 
 def check_steer(body: bytes) -> str:
-    """Put notes into a body; returns what became of it, raises WrongEditError if anything else has changed."""
+    """Add notes to a body. Returns the outcome; raises WrongEditError if anything else has changed."""
     places: list[Place] = []
 
     def change(patch: Patch) -> None:
@@ -309,7 +288,7 @@ def check_steer(body: bytes) -> str:
 
 
 def check_narrow(body: bytes, without: frozenset[str] | None) -> str:
-    """Take tools out of a body, and see what has changed; see `check_steer`."""
+    """Remove tools from a body. Returns the outcome; raises WrongEditError if anything else has changed."""
     try:
         new = narrow(_REQUEST, body, Tools(without))
     except NotEdited as why:
@@ -343,7 +322,7 @@ _BLOCKS: Final = ([("type", "text"), ("text", NOTE)], [("type", "input_text"), (
 
 
 def _find_notes(old: Value, new: Value, path: Path = ()) -> Iterator[Path]:
-    """Where notes are new: paths to the strings; nothing else may be another."""
+    """Paths to the strings that have a new note. Everything else must be equal."""
     if type(old) is not type(new):
         raise WrongEditError(f"type at {path}")
     if isinstance(old, Members):
@@ -382,7 +361,7 @@ _RESPONSE: Final = ("functionResponse", "function_response")
 
 
 def _check_path(body: Value, path: Path) -> None:
-    """See that a note is in the newest messages of a conversation, in a text or a result that may have one."""
+    """Check that a note is in the newest messages, in a text or result that may have one."""
     rest = path[1:] if path[:2] == ("request", "contents") else path
     if rest == ("input",):
         return
@@ -398,7 +377,6 @@ def _check_path(body: Value, path: Path) -> None:
 
 
 def _follow_blocks(message: Value, inner: Path) -> Iterator[Value]:
-    """The contents and blocks on the way to a note in a message; None for what may not be there."""
     content, rest = _follow(message, inner[:1]), inner[1:]
     if not rest:
         yield content
@@ -418,7 +396,6 @@ def _follow_blocks(message: Value, inner: Path) -> Iterator[Value]:
 
 
 def _follow_text(content: Value, rest: Path) -> Iterator[Value]:
-    """A result's text: all of it, or that of a block that stands in it, and in no other result."""
     if not rest:
         yield "new" if content is None else content if isinstance(content, str) else None
     else:
@@ -448,7 +425,6 @@ _AROUND: Final = (*_OPENINGS, *["," + opening for opening in _OPENINGS])
 
 
 def _is_rest(old: str, pieces: Sequence[str]) -> bool:
-    """Whether a body is the text between the notes, except for what surrounds them."""
     if len(pieces) == 1:
         return old == pieces[0]
     first, second, *others = pieces
@@ -470,7 +446,7 @@ _CONFIGS: Final = {"toolConfig", "tool_config"}
 
 
 def _compare_around(old: Value, new: Value, without: frozenset[str] | None, *, outermost: bool = True) -> None:
-    """See that of an object nothing but its tools, and the choice among them, has changed."""
+    """Check that only the tools and the choice among them have changed."""
     if not isinstance(old, Members) or not isinstance(new, Members):
         raise WrongEditError("no object")
     edited = _TOOLS | _CHOICES | _CONFIGS
@@ -494,7 +470,7 @@ def _compare_around(old: Value, new: Value, without: frozenset[str] | None, *, o
 
 
 def _compare_tools(old: Value, new: Value, without: frozenset[str] | None) -> None:
-    """See that the tools that are left stood there, in this order, and that those that had to go have gone."""
+    """Check that the remaining tools are in their old order, and that the right ones are gone."""
     if old == new:
         return
     left = iter(old)
@@ -507,7 +483,6 @@ def _compare_tools(old: Value, new: Value, without: frozenset[str] | None) -> No
 
 
 def _is_part(old: Value, new: Value) -> bool:
-    """Whether a tool is what it was, or a group of them that has lost some."""
     if old == new:
         return True
     if not isinstance(old, Members) or not isinstance(new, Members):
@@ -521,7 +496,6 @@ def _is_part(old: Value, new: Value) -> bool:
 
 
 def _list_declared(tool: Value) -> list[list[str]]:
-    """The tools that an entry declares, each by all of its names."""
     fields = dict(tool) if isinstance(tool, Members) else {}
     named = [fields, *[dict(fields[key]) for key in ("function", "toolSpec") if isinstance(fields.get(key), Members)]]
     declared = fields.get("functionDeclarations")
@@ -533,7 +507,7 @@ def _list_declared(tool: Value) -> list[list[str]]:
 
 
 def _check_bytes(old: bytes, new: bytes) -> None:
-    """See that every member beside the tools is spelled as it was."""
+    """Check that every member but the tools is spelled as before."""
     before, after = [_list_raw(body.decode("utf-8", "surrogateescape")) for body in (old, new)]
     edited = _TOOLS | _CHOICES | _CONFIGS | {"request"}
     if [(key, raw) for key, raw in before if key not in edited] != [(key, raw) for key, raw in after if key not in edited]:
@@ -541,7 +515,6 @@ def _check_bytes(old: bytes, new: bytes) -> None:
 
 
 def _list_raw(text: str) -> list[tuple[str, str]]:
-    """The members of an object, as they are spelled."""
     decode = json.JSONDecoder(strict=False).raw_decode
     place = text.index("{") + 1
     found: list[tuple[str, str]] = []
@@ -565,7 +538,7 @@ def _skip(text: str, place: int, mark: str) -> int:
 
 
 def try_one(seed: int) -> list[str]:
-    """Edit the body of a seed in three ways; returns what became of it, raises WrongEditError if one is wrong."""
+    """Edit the body of a seed in three ways. Returns the outcome; raises WrongEditError if one is wrong."""
     body = Writer(Random(seed)).bytes()
     with suppress(ValueError):
         return [f"steer {check_steer(body)}", *[f"narrow {check_narrow(body, gone)}" for gone in (frozenset({"f"}), None)]]
@@ -573,7 +546,6 @@ def try_one(seed: int) -> list[str]:
 
 
 def main(examples: int, first: int = 0) -> int:
-    """Try this many seeds; print what is wrong, and what became of all."""
     limit_integers()
     found: Counter[str] = Counter()
     wrong = 0

@@ -1,5 +1,3 @@
-"""Engines of a few policies, and requests for them."""
-
 from __future__ import annotations
 
 import json
@@ -21,17 +19,16 @@ ANY = {"pathPrefix": "/"}
 
 
 def make_engine(*policies: Mapping[str, Any], now: datetime = NOW, shadow: bool = False, **more: object) -> Engine:
-    """An engine for one bundle."""
     return Engine(parse({"bundle.json": json.dumps(bundle(*policies, **more)).encode()}, NOW), now, shadow=shadow)
 
 
 def keys(candidates: list[Guard]) -> list[str]:
-    """What they count under."""
+    """The keys that these requests are counted under."""
     return [candidate.hit.key for candidate in candidates if candidate.hit is not None]
 
 
 def get(target: str = "/", **headers: str) -> HttpRequest:
-    """A GET request; `x_a` is the header `x-a`."""
+    """A GET request; `x_a` becomes the header `x-a`."""
     return HttpRequest("GET", target, "host", {name.replace("_", "-"): value.encode() for name, value in headers.items()})
 
 

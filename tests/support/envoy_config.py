@@ -1,5 +1,3 @@
-"""Configurations of Envoy: Loopguard's own, those that know nothing of it, and Envoy's verdict."""
-
 from __future__ import annotations
 
 import json
@@ -21,17 +19,14 @@ UPSTREAM = "127.0.0.1:8080"
 
 
 def loaded(document: object) -> PolicySet:
-    """The policies of a document."""
     return parse({"policies.json": json.dumps(document).encode()}, datetime.now(UTC))
 
 
 def bootstrap(document: object, **flags: object) -> str:
-    """What the command prints for a document."""
     return render_bootstrap(loaded(document), read_options(EnvoyOptions, {"upstream": UPSTREAM, **flags}))
 
 
 def verdict(text: str, folder: Path) -> str:
-    """What the real Envoy says about a configuration."""
     file = folder / "bootstrap.yaml"
     file.write_text(text, encoding="utf-8")
     checked = subprocess.run(
@@ -41,7 +36,7 @@ def verdict(text: str, folder: Path) -> str:
 
 
 def theirs(printed: dict[str, Any]) -> dict[str, Any]:
-    """An Envoy of a user, with what every Envoy has; ports and upstream are those of the bootstrap that is printed."""
+    """The configuration of a user's own Envoy, on the ports and the upstream of `bootstrap`."""
     (listener,) = printed["static_resources"]["listeners"]
     upstream = printed["static_resources"]["clusters"][1]
     to_upstream = {"cluster": "upstream", "timeout": "0s"}
@@ -79,7 +74,7 @@ def theirs(printed: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_places(inside: Any, path: str) -> Iterator[Any]:  # noqa: ANN401  # a configuration
-    """What stands at a path, in which `[]` is every entry of a list."""
+    """The values at a path, in which `[]` is every entry of a list."""
     step, _, rest = path.partition(".")
     found = inside[step.removesuffix("[]")]
     for place in found if step.endswith("[]") else [found]:
@@ -98,7 +93,7 @@ end
 
 
 def choose_late(text: str) -> str:
-    """A filter in front that sends what comes below /late/ to another route, as claims or the choice of a model do."""
+    """A filter that sends requests below /late/ to another route after Loopguard's headers phase, as JWT claims do."""
     made = read_yaml(text)
     (manager,) = find_places(made, "static_resources.listeners[].filter_chains[].filters[].typed_config")
     lua = {

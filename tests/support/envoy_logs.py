@@ -13,7 +13,6 @@ JSON = {"content-type": "application/json"}
 
 
 def log(*entries: Mapping[str, Any]) -> bytes:
-    """A message of Envoy's with such entries: see `add_entry`."""
     message = StreamAccessLogsMessage()
     message.http_logs.SetInParent()
     for entry in entries:
@@ -33,19 +32,19 @@ def add_entry(
     gateway: Mapping[str, Any] | None = None,
     **flags: bool,
 ) -> None:
-    """One request that is over.
+    """Add the entry of a finished request.
 
     Args:
-        message: to which it is added.
-        told: what filters have read in its answer, as Envoy AI Gateway has with `gateway`.
-        sessions: as in Loopguard's metadata.
-        status: of the response.
-        sizes: of both bodies.
-        headers: of the response.
-        action: Loopguard's.
+        message: the message to add to.
+        told: usage that filters read in the response; with `gateway`, as Envoy AI Gateway writes it.
+        sessions: sessions in Loopguard's metadata.
+        status: response code.
+        sizes: bytes of both bodies.
+        headers: response headers.
+        action: Loopguard's action.
         took: when the upstream began and ended.
         gateway: see `told`.
-        **flags: of the response.
+        **flags: response flags.
     """
     entry = message.http_logs.log_entry.add()
     entry.request.request_body_bytes, entry.response.response_body_bytes = sizes

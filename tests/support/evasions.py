@@ -1,4 +1,4 @@
-"""What agents vary while they loop, by accident or on purpose: sixteen turns of each."""
+"""What agents vary while they loop, by accident or on purpose; sixteen turns each."""
 
 from __future__ import annotations
 

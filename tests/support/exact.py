@@ -1,4 +1,4 @@
-"""Modules that look at texts quickly before they look exactly, without the quick looks."""
+"""Detector modules without the shortcuts that decide whether a text is searched at all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ _LONGEST_EXACT = 40
 
 
 class AskEachTime:
-    """In place of `Stays`: no shape tells what a pattern finds."""
-
     def __init__(self, *_: object, **__: object) -> None:
-        """Forget the pattern."""
+        pass
 
     def find(self, _: str) -> bool:
-        """Have the line searched."""
         return True
 
 
@@ -31,7 +28,7 @@ def _look_for(pattern: str) -> Any:  # noqa: ANN401  # a function
 
 
 def load_exact(name: str) -> Any:  # noqa: ANN401  # a module
-    """A second copy of a module of `extproc.detectors`, made of its source, that searches every text and line exactly."""
+    """A second copy of a module of `extproc.detectors` that searches every text and line."""
     spec = spec_from_file_location(f"exact_{name}", ROOT / "extproc" / "detectors" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

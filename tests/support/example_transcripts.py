@@ -1,6 +1,6 @@
-"""The example set of `loopguard scan`: four agents that loop in some way, one that waits, and others that work.
+"""The example set of `loopguard scan`: four agents that loop, one that waits, and others that work.
 
-`python -m tests.support.example_transcripts examples/transcripts` writes it, always the same.
+`python -m tests.support.example_transcripts examples/transcripts` writes it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ _NO_SCRIPT: Final = 'npm error Missing script: "build"\nnpm error To see a list 
 
 
 def run_shell(command: str, result: str, tool: str = "Bash") -> Did:
-    """A turn with a command."""
     return Did(((tool, {"cmd" if tool == "exec_command" else "command": command}),), (result,))
 
 
 def _work(count: int, tool: str = "Bash") -> list[Did]:
-    """Steps that make progress, with the same tests after every second change."""
     done = []
     for number in range(1, count + 1):
         lines = f"{40 * number},{40 * number + 30}"
@@ -55,7 +53,6 @@ def _search(numbers: Iterable[int]) -> list[Did]:
 
 
 def _list_claude() -> list[AgentSession]:
-    """An edit that cannot succeed, a sub-agent that reads a missing file, and two sessions that work."""
     main = "5f0c7a52-7d0e-4b8e-9a55-2f3f2f6f1c01"
     edit = Did((("Edit", _EDITED),), (_NOT_FOUND,))
     read = Did((("Read", {"file_path": "docs/pricing.md"}),), (_NO_FILE,))
@@ -68,7 +65,6 @@ def _list_claude() -> list[AgentSession]:
 
 
 def _list_codex() -> list[AgentSession]:
-    """Two commands that fail in turn, a job that is waited for, and a session that works."""
     tool, names = "exec_command", ("81dd-7781-bb28-f2698a15e692", "3751-7211-b4a6-1816eb4d155f", "0429-7c02-bac2-ef0859c2ff91")
     failing = [
         run_shell("ls dist", "ls: cannot access 'dist': No such file or directory", tool),
@@ -83,7 +79,6 @@ def _list_codex() -> list[AgentSession]:
 
 
 def list_examples() -> dict[str, str]:
-    """The files of the set, by their paths in it."""
     publish = [
         run_shell(f"npm publish --registry https://registry.example/{number}", _FORBIDDEN, "bash") for number in range(12)
     ]
@@ -112,7 +107,6 @@ def list_examples() -> dict[str, str]:
 
 
 def write_examples(folder: Path) -> None:
-    """Write the set."""
     for name, text in list_examples().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

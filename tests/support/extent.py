@@ -1,5 +1,3 @@
-"""How much of a matrix `make test` runs: what differs most. The rest runs with DEEP=1."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -9,7 +7,7 @@ import pytest
 
 
 def deepen(values: Iterable[Any], *shallow: object) -> list[Any]:
-    """Parameters for pytest, in their order: all are `deep` but those in `shallow`, each of which must be there."""
+    """Parameters for pytest. All but those in `shallow` are marked `deep`."""
     every = list(values)
     if left := [value for value in shallow if value not in every]:
         raise ValueError(f"not among the parameters: {left}")

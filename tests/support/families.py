@@ -1,4 +1,4 @@
-"""What honest agents and people repeat, in families of many variants; and what each would be as a loop."""
+"""Honest repetition of agents and people in many variants, and the same as loops."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ FATAL = "error: permission denied for role agent"
 
 
 def call(tool: str, result: str, number: int, **given: object) -> Did:
-    """A turn in which a tool is called."""
     return Did(((tool, given),), (result,), "", f"Thought no. {number}!", number)
 
 
 def talk(said: str, words: str, number: int) -> Did:
-    """A turn in which the assistant speaks, and a user or a program does."""
     return Did((), (), words, said, number)
 
 
 def same(tool: str, result: str, **given: object) -> list[Did]:
-    """The same call with the same result all the time."""
     return [call(tool, result, number, **given) for number in range(1, TURNS + 1)]
 
 
 def status_polls() -> list[list[Did]]:
-    """A job that takes its time."""
     tools = ["get_status", "poll_job", "mcp__ci__get_run", "check_deployment", "kubectl_rollout_status", "bash"]
     results = [
         '{"status": "running", "errors": 0}',
@@ -47,14 +43,12 @@ def status_polls() -> list[list[Did]]:
 
 
 def empty_waits() -> list[list[Did]]:
-    """A terminal in which nothing new is written."""
     tools = ["read_terminal", "wait", "bash_output", "write_stdin", "get_output", "sleep"]
     results = ["", "(no new output)", "<no output>", "[still running, no new output]", "status: running", "\n"]
     return [same(tool, result, terminal=1) for tool, result in product(tools, results)]
 
 
 def coming_up() -> list[list[Did]]:
-    """A service that is not there yet."""
     tools = ["bash", "http_get", "curl", "check_health", "psql"]
     results = [
         "curl: (7) Failed to connect to localhost port 8080 after 0 ms: Connection refused",
@@ -71,14 +65,13 @@ def coming_up() -> list[list[Did]]:
 
 
 def pages() -> list[list[Did]]:
-    """Pages and scrolling, whose tools say no more than that it is done."""
+    """Pages and scrolling, whose tools report only success."""
     tools = ["scroll_down", "next_page", "browser_scroll", "page_down", "load_more", "press_key"]
     results = ["ok", "Scrolled.", "done", '{"ok": true}', "", "Page scrolled down by 800 px"]
     return [same(tool, result, by=1) for tool, result in product(tools, results)]
 
 
 def queues() -> list[list[Did]]:
-    """One ticket after the other, each with another id and another date."""
     tools = ["next_ticket", "pop_job", "fetch_mail", "receive_message", "claim_task"]
     records = [
         '{"id": %d, "opened": "2026-11-%02d"}',
@@ -96,7 +89,7 @@ def queues() -> list[list[Did]]:
 
 
 def handled() -> list[list[Did]]:
-    """The same answer to each of many things that are done."""
+    """Many different jobs with the same result."""
     tools = ["close_ticket", "send_mail", "upsert_row", "label_issue", "ack"]
     results = ["ok", "done", '{"ok": true, "errors": []}', "1 row affected", "", "Successfully updated."]
     return [
@@ -105,14 +98,13 @@ def handled() -> list[list[Did]]:
 
 
 def games() -> list[list[Did]]:
-    """Games and simulations, a step at a time."""
     tools = ["step", "move", "advance_time", "act", "roll", "env_step"]
     results = ['{"reward": 0.0, "done": false}', "You wait.", "Nothing happens.", "tick", "You move on.", "the ship sails on"]
     return [same(tool, result, action="forward") for tool, result in product(tools, results)]
 
 
 def heartbeats() -> list[list[Did]]:
-    """A program that asks again and again in one conversation, of an agent that has tools."""
+    """A program that asks the same again and again in one conversation of an agent with tools."""
     replies = ["HEARTBEAT_OK", "Nothing new.", "All quiet: no errors.", "Done."]
     prompts = [
         "Heartbeat",
@@ -131,7 +123,7 @@ def heartbeats() -> list[list[Did]]:
 
 
 def greetings() -> list[list[Did]]:
-    """A person who says hi, or asks the same again, and gets the same answer."""
+    """A person who greets or asks again, and gets the same answer."""
     said = ["hi", "hello?", "Are you there?", "What can you do?", "yes", "thanks"]
     answers = [
         "Hello! How can I help?",
@@ -145,7 +137,6 @@ def greetings() -> list[list[Did]]:
 
 
 def look_ups() -> list[list[Did]]:
-    """Many things that are looked up, and are not there."""
     tools = ["get_customer", "search_orders", "find_user", "lookup_sku", "http_get"]
     results = [
         "not found",
@@ -180,7 +171,7 @@ def asked_again() -> list[list[Did]]:
 
 
 def looked_again() -> list[list[Did]]:
-    """A listing that is long and looks the same after each change; it is read three times."""
+    """A long listing that looks the same after each change, read three times."""
     looks = ["ls", "read_file", "list_files", "mcp__disk__get_tree", "view", "cat"]
     changes = ["cp", "write_file", "edit", "mcp__disk__create_link", "touch", "mv"]
     return [
@@ -214,7 +205,7 @@ HONEST: dict[str, Family] = {
 
 
 def fixed_one_by_one() -> list[list[Did]]:
-    """A change and its tests in one call, of which fewer fail each time."""
+    """A change and its tests in one call; fewer tests fail each time."""
     tools = ["bash", "run_tests", "edit_and_test", "mcp__ci__apply_patch", "execute"]
     results = [
         "%d failed, 3 passed in 0.41s",
@@ -235,7 +226,7 @@ def fixed_one_by_one() -> list[list[Did]]:
 
 
 def repaired() -> list[list[Did]]:
-    """A change, and then the tests, which fail with the same words until the last."""
+    """A change, then the tests, which fail with the same words until the last."""
     edits, tests = (
         ["edit", "write_file", "str_replace", "apply_patch", "bash", "sed"],
         ["run_tests", "pytest", "make", "cargo", "go"],
@@ -252,7 +243,6 @@ def repaired() -> list[list[Did]]:
 
 
 def several_errors() -> list[list[Did]]:
-    """Attempts that fail in other ways each time, as someone's do who is getting somewhere."""
     tools = ["bash", "query", "http_post", "compile", "deploy", "call"]
     names = ["alpha", "beta", "gamma", "delta", "epsilon"]
     errors = [
@@ -269,7 +259,7 @@ def several_errors() -> list[list[Did]]:
 
 
 def watched() -> list[list[Did]]:
-    """Several things in turn, most of which bring news each time; one of them has much to say."""
+    """Several things polled in turn, of which most report news; one has a long output."""
     statuses, logs = ["get_status", "poll_job", "check_build"], ["get_logs", "tail_log", "read_output"]
     waits = ["sleep", "wait", "pause", "idle"]
     return [
@@ -286,7 +276,6 @@ def watched() -> list[list[Did]]:
 
 
 def long_looks() -> list[list[Did]]:
-    """A look that takes long to say, at something that changes."""
     tools = ["get_status", "query", "search_logs", "mcp__db__list_rows", "fetch", "read_file"]
     results = ["%d rows", "state %d of 40", '{"left": %d}', "page %d", "the newest entry is no. %d"]
     return [
@@ -309,7 +298,6 @@ PROGRESS: dict[str, Family] = {
 
 
 def long_polls() -> list[list[Did]]:
-    """A status that is long, such as a table of pods."""
     tools = ["get_status", "kubectl", "mcp__ci__get_run", "watch", "get_logs", "check_queue"]
     tables = [
         "NAME   READY   STATUS\n" + f"{name}-0   0/1   Pending\n" * 12 for name in ("web", "db", "api", "mail", "job", "etl")
@@ -318,7 +306,7 @@ def long_polls() -> list[list[Did]]:
 
 
 def fatal_services() -> list[list[Did]]:
-    """A service that is down and says something final for minutes."""
+    """A service that is down and reports a final error for minutes."""
     tools = ["http_get", "curl", "query", "mcp__crm__get_lead", "fetch", "ask"]
     errors = [
         "error: internal",
@@ -332,7 +320,6 @@ def fatal_services() -> list[list[Did]]:
 
 
 def fatal_limits() -> list[list[Did]]:
-    """A rate limit that is told as a final error."""
     tools = ["http_get", "curl", "query", "mcp__crm__get_lead", "fetch", "ask"]
     errors = [
         "error: quota exhausted",
@@ -354,6 +341,6 @@ UNTELLABLE: dict[str, Family] = {
 
 
 def make_loop(turns: list[Did], result: str) -> list[Did]:
-    """The same agent, stuck: its first call, or the tool that its program has it call, brings back this all the time."""
+    """The same agent, stuck: its first call, or the given tool, returns this every time."""
     calls = turns[0].calls or (("check", {}),)
     return [Did(calls, (result,), "", f"Thought no. {number}!", number) for number in range(1, TURNS + 1)]

@@ -1,4 +1,4 @@
-"""Agents as frameworks run them: each has a task and two tools, returns what the model said last, or raises what stopped it."""
+"""Agents run by frameworks. Each has a task and two tools, returns the model's last words, or raises the refusal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MOST_TURNS = 20
 
 
 class Errand(NamedTuple):
-    """What an agent is to do.
+    """A task of an agent.
 
     Attributes:
-        url: where the API is, without its `/v1`.
-        user: on whose behalf; empty for one who has the key alone.
+        url: the API's URL without `/v1`.
+        user: the user, empty for a caller known by its key alone.
         check: a tool.
-        ask_colleague: another one.
-        key: of the API.
+        ask_colleague: a second tool.
+        key: API key.
     """
 
     url: str
@@ -38,7 +38,6 @@ class Errand(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What says who asks, beside the key."""
         return {USER: self.user} if self.user else {}
 
 
@@ -46,7 +45,6 @@ Run: TypeAlias = Callable[[Errand], str]
 
 
 def run_langchain(errand: Errand) -> str:
-    """LangChain's `create_agent`, which is a graph of LangGraph's."""
     from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
 
@@ -73,21 +71,18 @@ def _run_openai_agent(errand: Errand, model: type[OpenAIChatCompletionsModel | O
 
 
 def run_openai_agent(errand: Errand) -> str:
-    """openai-agents, chat completions."""
     from agents import OpenAIChatCompletionsModel
 
     return _run_openai_agent(errand, OpenAIChatCompletionsModel)
 
 
 def run_openai_responses_agent(errand: Errand) -> str:
-    """openai-agents, Responses."""
     from agents import OpenAIResponsesModel
 
     return _run_openai_agent(errand, OpenAIResponsesModel)
 
 
 def run_pydantic_agent(errand: Errand) -> str:
-    """pydantic-ai."""
     import openai
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -101,7 +96,6 @@ def run_pydantic_agent(errand: Errand) -> str:
 
 
 def run_anthropic_runner(errand: Errand) -> str:
-    """Anthropic's own tool runner."""
     from anthropic import Anthropic, beta_tool
 
     client = Anthropic(api_key=errand.key, base_url=errand.url, default_headers=errand.headers)
@@ -115,16 +109,13 @@ def run_anthropic_runner(errand: Errand) -> str:
 
 
 def run_gemini_agent(errand: Errand) -> str:
-    """Google's SDK, which calls tools by itself."""
     from google import genai
     from google.genai import types
 
     def check() -> str:
-        """Check it."""
         return errand.check()
 
     def ask_colleague() -> str:
-        """Ask a colleague."""
         return errand.ask_colleague()
 
     options = types.HttpOptions(base_url=errand.url, headers=errand.headers)
@@ -135,7 +126,6 @@ def run_gemini_agent(errand: Errand) -> str:
 
 
 def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
-    """AWS's SDK, Converse; signed, its tools cannot be taken away."""
     import boto3
     import botocore
     from botocore.config import Config
@@ -159,7 +149,6 @@ def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
 
 
 def run_messages_agent(errand: Errand) -> str:
-    """Anthropic's SDK, with the whole history in each request."""
     tools = {"check": lambda **_: errand.check(), "ask_colleague": lambda **_: errand.ask_colleague()}
     job = Job(errand.url, errand.user, ["Is it done?"], tools, key=errand.key)
     *_, last = messages_agent(job)
@@ -167,7 +156,6 @@ def run_messages_agent(errand: Errand) -> str:
 
 
 def run_ollama_agent(errand: Errand) -> str:
-    """Ollama's SDK, whose key is that of a gateway before it."""
     import ollama
 
     client = ollama.Client(host=errand.url, headers={"authorization": f"Bearer {errand.key}", **errand.headers})
@@ -185,11 +173,11 @@ def run_ollama_agent(errand: Errand) -> str:
 
 
 class NodeError(Exception):
-    """What ended a run in JavaScript."""
+    pass
 
 
 def run_node_agent(sdk: str, errand: Errand) -> str:
-    """An SDK of JavaScript, in a process of its own, whose tools bring back what ours do."""
+    """A JavaScript SDK in a process of its own, with tools that return what ours do."""
     results = {"check": errand.check(), "ask_colleague": errand.ask_colleague()}
     answer = run_node("run.mjs", [sdk, errand.url, errand.user, TASK], results)
     if "error" in answer:
@@ -198,7 +186,7 @@ def run_node_agent(sdk: str, errand: Errand) -> str:
 
 
 def _document(tool: Callable[[], str], name: str) -> Callable[[], str]:
-    """A tool that frameworks take: they read its name and what it says about itself."""
+    """A tool with a name and a docstring, which frameworks read."""
 
     def call() -> str:
         return tool()

@@ -1,4 +1,4 @@
-"""A peer of the gRPC core."""
+"""A gRPC client on the HTTP/2 core, without sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ Seen: TypeAlias = tuple[str, int, bytes]
 
 
 def call(stream: int = 1, path: bytes = STREAMING, flags: int = 0, **changed: bytes) -> bytes:
-    """The headers that open a call, with other fields or more of them."""
     fields = {":method": b"POST", ":scheme": b"http", ":path": path, "content-type": b"application/grpc", "x-loopguard-a": b"b"}
     fields["te"] = b"trailers"
     for name, value in changed.items():
@@ -30,13 +29,10 @@ def call(stream: int = 1, path: bytes = STREAMING, flags: int = 0, **changed: by
 
 
 def body(stream: int, content: bytes, flags: int = 0) -> bytes:
-    """A DATA frame."""
     return frame(http2.DATA, flags, stream, content)
 
 
 class Peer:
-    """A connection, what was seen of it, and what it sent."""
-
     def __init__(self, limits: Http2Limits | None = None, pool: Pool | None = None) -> None:
         self.connection = GrpcConnection(METHODS, limits, pool=pool)
         self.calls: dict[int, Call] = {}
@@ -45,7 +41,7 @@ class Peer:
         self.receive(HELLO)
 
     def receive(self, *data: bytes, answer: bytes | None = None, step: int = 0) -> list[Seen]:
-        """Everything that happens until all is looked at; every message gets `answer` as its last, where there is one."""
+        """Process frames until nothing is left to do. Each message is answered with `answer`, if there is one."""
         received = b"".join(data)
         parts = [received[start : start + step] for start in range(0, len(received), step)] if step else [received]
         return [seen for part in parts for seen in self._receive(part, answer)]
@@ -75,18 +71,15 @@ class Peer:
             data = data[9 + size :]
 
     def headers(self, stream: int) -> list[dict[bytes, bytes]]:
-        """The header blocks that were sent on a stream."""
         self._read()
         blocks = [payload for kind, _, number, payload in self.frames if kind == http2.HEADERS and number == stream]
         return [{field.name: field.value for field in self._decoder.decode(block).fields} for block in blocks]
 
     def content(self, stream: int) -> bytes:
-        """The body that was sent on a stream."""
         self._read()
         return b"".join(payload for kind, _, number, payload in self.frames if kind == http2.DATA and number == stream)
 
     def status(self, stream: int) -> int | None:
-        """The gRPC status that a call ended with."""
         found = [int(block[b"grpc-status"]) for block in self.headers(stream) if b"grpc-status" in block]
         assert len(found) <= 1
         return found[0] if found else None

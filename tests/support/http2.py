@@ -1,4 +1,4 @@
-"""Frames as a client of HTTP/2 sends them, and what the core makes of them."""
+"""Frames of an HTTP/2 client, and the core's events."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ REQUEST = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x"), (b":
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
 
 
 def headers(stream: int = 1, flags: int = http2.END_HEADERS, pairs: tuple[tuple[bytes, bytes], ...] = REQUEST) -> bytes:
-    """A HEADERS frame."""
     return frame(http2.HEADERS, flags, stream, encode(pairs))
 
 
@@ -28,22 +26,19 @@ Seen: TypeAlias = tuple[object, ...]
 
 
 def request(stream: int, *, ended: bool = False, pairs: tuple[tuple[bytes, bytes], ...] = REQUEST) -> Seen:
-    """A stream has begun."""
     return ("request", stream, pairs, ended)
 
 
 def data(stream: int, content: bytes, *, ended: bool = False) -> Seen:
-    """Part of a request's body came."""
     return ("data", stream, content, ended)
 
 
 def reset(stream: int, code: int) -> Seen:
-    """A stream is gone."""
     return ("reset", stream, code)
 
 
 def receive(connection: Connection, received: bytes, streams: dict[int, Http2Stream] | None = None) -> list[Seen]:
-    """Everything that happens until all is looked at, in as many turns as that takes; new streams are put into `streams`."""
+    """All events until nothing is left to do. New streams are added to `streams`."""
     seen: list[Seen] = []
     connection.receive(received)
     while True:
@@ -66,14 +61,14 @@ def receive(connection: Connection, received: bytes, streams: dict[int, Http2Str
 def opened(
     *more: bytes, limits: Http2Limits | None = None, pool: Pool | None = None
 ) -> tuple[Connection, list[Seen], dict[int, Http2Stream]]:
-    """A connection that has received a preface, settings and more."""
+    """A connection that has received a preface, settings and these bytes."""
     connection = Connection(limits, pool=pool)
     streams: dict[int, Http2Stream] = {}
     return connection, receive(connection, HELLO + b"".join(more), streams), streams
 
 
 def sent(connection: Connection) -> list[tuple[int, int, int, bytes]]:
-    """The frames that the connection wants sent: type, flags, stream, payload."""
+    """Frames that the connection wants to send: type, flags, stream, payload."""
     data, frames = connection.data_to_send(), []
     while data:
         size = int.from_bytes(data[:3], "big")

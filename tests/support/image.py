@@ -1,12 +1,12 @@
-"""Stands for a container engine where there is none: carries out the Dockerfile's own instructions and runs what they make.
+"""Builds and runs the image without a container engine.
 
-- What is carried out is read from the Dockerfile; an instruction that is not understood fails.
-- A stage's root is a folder, and the absolute paths of instructions are moved below it.
-- A clean virtual environment in front of PATH stands for the Python of the base images; this machine's C compiler for that of
-  the first.
-- A container is a process with the image's user and the image's environment alone, which cannot write a byte into any file.
+- Instructions are read from the Dockerfile; an unknown one fails.
+- A stage's root is a folder; absolute paths of instructions are moved below it.
+- A new virtual environment in front of PATH stands for the base image's Python, and this machine's C compiler for the
+  builder's.
+- A container is a process with the image's user and environment, which cannot write any file.
 
-Not shown here: that the base image exists, and that its libc suits the wheels.
+It does not show that the base image exists or that its libc suits the wheels.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ COMPILED = "extproc/tallies.py"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions: keyword and the rest, with continued lines joined."""
     lines = (line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#"))
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(keyword, rest.strip()) for keyword, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
 
 
 def left_out(path: str, rules: list[str]) -> bool:
-    """Whether .dockerignore keeps a path from the build: the last rule that matches it, or a folder above it, decides."""
+    """Whether .dockerignore excludes a path: the last rule that matches the path or a folder above it decides."""
     out = False
     for rule in rules:
         pattern = re.escape(rule.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
@@ -58,12 +57,11 @@ def left_out(path: str, rules: list[str]) -> bool:
 
 
 def ignore_rules() -> list[str]:
-    """The rules of .dockerignore."""
     return [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
 
 
 def compile_only(project: Path, module: str) -> None:
-    """Have a copy of the project compile one module alone: what all of them make takes minutes, and is tested elsewhere."""
+    """Limit compilation to one module in a copy of the project: all of them take minutes."""
     for path in select_modules(project / "extproc"):
         if path != module:
             with (project / path).open("a", encoding="utf-8") as file:
@@ -71,7 +69,7 @@ def compile_only(project: Path, module: str) -> None:
 
 
 def send_context(target: Path) -> None:
-    """Copy what an engine would be sent of the project."""
+    """Copy the files that a container engine would be sent."""
     rules = ignore_rules()
 
     def ignored(folder: str, names: list[str]) -> list[str]:
@@ -82,8 +80,6 @@ def send_context(target: Path) -> None:
 
 @dataclass
 class Image:
-    """What a stage is so far (the last one is the image): the folder that stands for `/`, and how a container starts."""
-
     root: Path
     environment: dict[str, str]
     folder: str = "/"
@@ -95,19 +91,14 @@ class Image:
     command: list[str] = field(default_factory=list)
 
     def path(self, text: str) -> Path:
-        """Where a path of the Dockerfile is."""
         return self.root / (PurePosixPath(self.folder) / text).relative_to("/")
 
     def moved(self, text: str) -> str:
-        """The text with its absolute paths below the root."""
         return re.sub(r"(?<![\w./}*-])/(?=\w)", f"{self.root}/", text)
 
 
 class Build:
-    """Carries out a Dockerfile's instructions, in a folder of its own."""
-
     def __init__(self, folder: Path, path: str) -> None:
-        """Nothing is done yet; `folder` is for the context and the stages, `path` the base image's PATH."""
         self._folder = folder
         self._path = path
         self._stages: dict[str, Path] = {}
@@ -117,7 +108,6 @@ class Build:
         compile_only(folder / "context", COMPILED)
 
     def run(self) -> Image:
-        """All of it."""
         carry_out: dict[str, Callable[[str], None]] = {
             "ARG": self._arg,
             "FROM": self._from,
@@ -143,7 +133,7 @@ class Build:
         self._arguments[name] = default
 
     def _from(self, rest: str) -> None:
-        """Stages follow each other in one folder, because an environment runs only where it was made."""
+        """Stages share one folder, because an environment runs only where it was made."""
         base, _, name = rest.partition(" AS ")
         assert base in ("${BUILD_IMAGE}", "${PYTHON_IMAGE}"), "a Python that we do not stand for"
         root = self._folder / "root"
@@ -195,25 +185,22 @@ class Build:
 
 
 def exec_form(text: str) -> list[str]:
-    """The words of `["a", "b"]`; the other form needs a shell and fails here."""
     words: list[str] = json.loads(text)
     return words
 
 
 def outside() -> dict[str, str]:
-    """What of this machine's environment says how to reach the package index, and nothing else."""
     needed = re.compile(r"PIP_(?!FIND_LINKS)\w+|\w+_PROXY", re.IGNORECASE)
     return {name: value for name, value in os.environ.items() if needed.fullmatch(name)}
 
 
 def numbers(user: str) -> dict[str, Any]:
-    """Arguments of Popen to run as the image's user, if this process may change its user."""
     uid, _, gid = user.partition(":")
     return {"user": int(uid), "group": int(gid), "extra_groups": []} if AS_ROOT else {}
 
 
 def base_python(user: str) -> str:
-    """An interpreter that the image's user can run, too; that of the tests may be in another user's home."""
+    """An interpreter that the image's user can run; that of the tests may be in another user's home."""
     test = "import ensurepip, sys; assert sys.version_info >= (3, 11)"
     for candidate in (f"{sysconfig.get_config_var('BINDIR')}/python3", "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
@@ -225,7 +212,6 @@ def base_python(user: str) -> str:
 
 
 def find_compiler(python: str) -> bool:
-    """Whether the interpreter has what compiles C for it."""
     code = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('CC').split()[0])"
     include, compiler = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     return Path(include, "Python.h").exists() and shutil.which(compiler) is not None
@@ -235,10 +221,7 @@ needs_a_compiler = pytest.mark.skipif(not find_compiler(sys.executable), reason=
 
 
 class Container:
-    """A process that runs as the image says, and others beside it."""
-
     def __init__(self, image: Image) -> None:
-        """Nothing runs yet; the ports are free ones, and the drain does not wait."""
         self._image = image
         self._environment = {**image.environment, "LOOPGUARD_DRAIN_DELAY": "0"}
         for name in ("LOOPGUARD_LISTEN", "LOOPGUARD_ADMIN"):
@@ -249,7 +232,6 @@ class Container:
                 self._environment[name] = f"{host}:{free.getsockname()[1]}"
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
-        """Start a process in the container."""
         return subprocess.Popen(
             ["/usr/bin/prlimit", "--fsize=0", *words],  # it may write into pipes, not into files
             cwd=self._image.root,
@@ -261,13 +243,11 @@ class Container:
         )
 
     def run(self, words: list[str]) -> tuple[int, str]:
-        """Exit code and output of a process in the container."""
         process = self.start(words)
         output, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, output.strip()
 
     def get(self, path: str) -> str:
-        """An admin page, from outside; empty until it answers with 200."""
         port = self._environment["LOOPGUARD_ADMIN"].rpartition(":")[2]
         try:
             with urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:

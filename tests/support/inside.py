@@ -1,6 +1,6 @@
-"""What tests know of the inside of the package: the list only shrinks.
+"""Modules of the package that tests import.
 
-.venv/bin/python -m tests.support.inside            prints it as the tests are now
+`.venv/bin/python -m tests.support.inside` prints the list as it is now.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ _BY_NAME = {"setattr", "getattr", "delattr", "hasattr"}
 
 
 def read_tests() -> dict[str, ast.Module]:
-    """All files below tests/, by their paths."""
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
 
 
@@ -118,17 +117,14 @@ def _find_private(node: ast.AST) -> int:
 
 
 def count_private(tree: ast.Module) -> int:
-    """How often a file imports what is private, or patches it by its name; ruff finds what is read (SLF001)."""
     return sum(map(_find_private, ast.walk(tree)))
 
 
 def find_imported(tree: ast.Module) -> set[str]:
-    """The modules of the package that a file imports."""
     return {*list_imports(tree)}
 
 
 def find_test_imports(tree: ast.Module) -> list[str]:
-    """What a file imports of test modules."""
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -139,7 +135,6 @@ def find_test_imports(tree: ast.Module) -> list[str]:
 
 
 def write_list(modules: Iterable[str]) -> str:
-    """The list as it stands in this file."""
     rooms: dict[str, list[str]] = {}
     for module in sorted(modules):
         room, _, name = module.rpartition("/")

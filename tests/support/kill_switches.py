@@ -1,5 +1,3 @@
-"""Bundles with kill switches."""
-
 from __future__ import annotations
 
 from tests.support.documents import policy
@@ -8,5 +6,4 @@ GUARDED = policy("p", {"pathPrefix": "/guarded"}, limit_keys=["header:x-user-id"
 
 
 def switch(key: str = "header:x-user-id", value: str = "bad", **more: object) -> dict[str, object]:
-    """A kill switch as a bundle has it."""
     return {"scope_key": key, "scope_value": value, **more}

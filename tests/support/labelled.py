@@ -1,6 +1,8 @@
-"""A small labelled set, as `make precision` reads it: honest repetition and loops, made here, so that the truth is known.
+"""A small labelled set for `make precision`: honest repetition and loops, made here.
 
-`python -m tests.support.labelled` prints it. It says what changes with a rule or a setting, and nothing about real traffic.
+It shows the effect of a rule or a setting, and nothing about real traffic.
+
+`python -m tests.support.labelled` prints it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ _AGENT = {"name": "a", "version": "1", "tool_definitions": TOOLS}
 
 
 def as_atif(turns: Sequence[Did]) -> dict[str, Any]:
-    """A trajectory (ATIF) of Harbor."""
     steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": "Fix it."}]
     for number, turn in enumerate(turns, 2):
         calls = [
@@ -45,7 +46,7 @@ FORMATS: dict[str, Writer] = {**SHAPES, "atif": as_atif, "text": _as_react}
 
 
 def _write(place: int, turns: Sequence[Did], label: dict[str, Any], name: str) -> dict[str, Any]:
-    """A conversation in the format whose turn it is; a text has an action of each turn."""
+    """A conversation in the next format; in a text, each turn has an action."""
     kinds = [kind for kind in FORMATS if kind != "text" or all(turn.calls for turn in turns)]
     kind = kinds[place % len(kinds)]
     tools = {"tools": TOOLS} if kind not in ("text", "atif") else {}
@@ -53,7 +54,6 @@ def _write(place: int, turns: Sequence[Did], label: dict[str, Any], name: str) -
 
 
 def make_set(seed: int = 1, each: int = EACH) -> Iterator[dict[str, Any]]:
-    """Conversations with their labels, always the same for a seed."""
     random = Random(seed)
     place = 0
     for name, family in {**HONEST, **UNTELLABLE}.items():

@@ -1,4 +1,4 @@
-"""The rules of a session's limits, read plainly, and moves that try them."""
+"""A plain model of session limits, and moves to try them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,20 @@ NO_LIMITS = Limits(60_000, 100)
 
 
 def limit(**limits: Any) -> Limits:  # noqa: ANN401  # the fields of Limits
-    """A session's limits: none but these."""
     return Limits(**{"idle_ms": NO_LIMITS.idle_ms, "max_sessions": NO_LIMITS.max_sessions, **limits})
 
 
 def digest(name: str) -> bytes:
-    """A tool's, four bytes that can be read."""
     return name.encode()[:4].ljust(4, b".")
 
 
 def make_record(number: int, tool: str = "read", arguments: str = "a", since: int = 1) -> bytes:
-    """A tool call by the number of its id, eight of which are a turn's; `since`: steps since the call before it."""
+    """Tool call of a number; a turn has eight. `since` is the number of steps since the call before."""
     return (number + 8).to_bytes(6) + digest(tool) + digest(tool[:2] + arguments) + bytes((since,))
 
 
 def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **changes: Any) -> Step:  # noqa: ANN401  # Step's own
-    """The request of that number, in a session of a tenant whose digits are 7f."""
+    """Request of a number, in a session of a tenant whose digits are 7f."""
     shown = sorted({record[6:10] for record in calls})
     tools = tuple((tool, tool.decode("latin-1").rstrip(".")) for tool in shown)
     keys = ("session:p::s1:7f", "sessions:p::7f")
@@ -60,12 +58,11 @@ def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **change
 
 
 def settle_step(step: Step, outcome: int = SUCCEEDED, cost: int = 0, **changes: Any) -> Settlement:  # noqa: ANN401  # its own
-    """What became of a step."""
     return replace(Settlement(step.key, step.limits, step.call, cost, estimated=False, outcome=outcome), **changes)
 
 
 class Account:
-    """One session by the rules, on lists and sets that forget nothing."""
+    """One session, on lists and sets that keep everything."""
 
     def __init__(self, now: int, earlier: int = 0) -> None:
         self.began = self.last = now
@@ -82,7 +79,7 @@ class Account:
         self.killed = 0
 
     def close_old(self, now: int) -> None:
-        """What was not settled in time costs what was reserved."""
+        """Charge the reservation where a settlement is overdue."""
         while self.open and (len(self.open) > 32 or now - self.open[0]["now"] >= 600_000):
             reserve = self.open.pop(0)["reserve"]
             self.cost += reserve
@@ -90,7 +87,6 @@ class Account:
             self.estimated += reserve
 
     def learn(self, asked: Step) -> list[bytes]:
-        """Count the tool calls that are new; all that the history shows."""
         shown = [asked.calls[at : at + 15] for at in range(0, len(asked.calls), 15)]
         for record in shown:
             if record[:6] not in [known[:6] for known in self.records]:
@@ -122,7 +118,7 @@ class Account:
         return 0, 0, 0, b""
 
     def find_loops(self, asked: Step, shown: list[bytes]) -> list[tuple[int, bytes]]:
-        """Calls of the newest step that stand too often in the newest ones: how often each, and its tool."""
+        """Calls of the newest step that repeat too often: count and tool of each."""
         older = [record for record in self.records if record[:6] not in [known[:6] for known in shown]]
         steps: list[list[bytes]] = [[]]
         for record in [*older, *shown]:
@@ -133,19 +129,16 @@ class Account:
         return [(count, tool) for count, tool in counted if count >= asked.limits.threshold]
 
     def goes_on(self, limits: Limits, retry: bool) -> bool:
-        """All tool calls are used up: whether it does for a last answer, or with tools that have calls of their own left."""
         if limits.finishes:
             return retry or not self.narrowed
         left = [tool for tool, most in limits.tools if self.tools.get(tool, ["", 0])[1] < most]
         return limits.narrows and bool(left) and not 0 < self.narrowed <= self.count_others(limits)
 
     def count_others(self, limits: Limits) -> int:
-        """Calls of tools that have no limit of their own."""
         limited = [tool for tool, _ in limits.tools]
         return len([record for record in self.records if record[6:10] not in limited])
 
     def block(self, limits: Limits, *, waits: bool = False) -> None:
-        """A request was refused, for now if it only waits for others to be settled."""
         self.blocks += 1
         self.row += not waits
         if waits:
@@ -154,7 +147,6 @@ class Account:
             self.killed = 1
 
     def step(self, asked: Step, now: int) -> Standing:
-        """One request."""
         self.close_old(now)
         shown = self.learn(asked)
         identity = self.sort_out(asked)
@@ -188,7 +180,7 @@ class Account:
         return self.stand(now, verdict, retry)
 
     def sort_out(self, asked: Step) -> bytes:
-        """Of which step a request is a repetition, if it is of one; the first with tools makes those before it none."""
+        """The step that a request repeats, if any. The first request with tools ends the steps before it."""
         offered = [self.offers[known] for known in self.identities]
         if asked.offer == OFFERS_NONE and OFFERS_TOOLS in offered and asked.identity not in self.identities:
             return list(self.identities)[-1]
@@ -200,7 +192,6 @@ class Account:
         return asked.identity
 
     def settle(self, asked: Settlement, now: int) -> Standing:
-        """What became of one."""
         found = [step for step in self.open if step["call"] == asked.call]
         for step in found:
             self.open.remove(step)
@@ -211,7 +202,6 @@ class Account:
         return self.stand(now, (0, 0, 0, b""), not found)
 
     def finish(self, step: dict[str, Any], asked: Settlement) -> None:
-        """One that is open."""
         if asked.outcome in {REFUSED, WITHDRAWN}:
             self.count -= not step["retry"]
             if not step["retry"]:
@@ -236,7 +226,6 @@ class Account:
             self.killed = 2
 
     def stand(self, now: int, verdict: tuple[int, int, int, bytes], retry: bool) -> Standing:
-        """Where that leaves it."""
         reserved = sum(step["reserve"] for step in self.open)
         counts = (self.count, len(self.records), self.blocks, self.row, self.errors, self.cost, self.estimated, reserved)
         tools = tuple((tool, name, count) for tool, (name, count) in self.tools.items())
@@ -247,14 +236,11 @@ class Account:
 
 
 class Book:
-    """All sessions by the rules."""
-
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
         self._begun: dict[str, list[int]] = {}
 
     def find(self, key: str, limits: Limits, now: int) -> Account | None:
-        """One that is not to be forgotten."""
         account = self._accounts.get(key)
         if (
             account is not None
@@ -264,7 +250,6 @@ class Book:
         return self._accounts.get(key)
 
     def ask(self, asked: Step | Settlement, now: int) -> Standing:
-        """What a store is asked."""
         account = self.find(asked.key, asked.limits, now)
         if isinstance(asked, Settlement):
             return account.settle(asked, now) if account is not None else Standing(retry=True)
@@ -317,7 +302,7 @@ MOVES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(_MOVES), st.intege
 
 
 def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking) -> list[Standing]:
-    """What agents are told whose histories grow with each step, are compacted, fork, and are sent again."""
+    """Answers to agents whose histories grow, are condensed, fork, and are sent again."""
     histories: list[list[bytes]] = [[], [], [], []]
     steps: list[list[tuple[Step, str]]] = [[], [], [], []]
     bodies: list[tuple[list[bytes], int]] = [([], 0)] * 4  # of the newest request: what it shows, and what it offers
@@ -356,24 +341,22 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
 
 
 def tell(standing: Standing) -> str:
-    """The answer to a request: which limit, used and allowed, and what has killed the session."""
+    """An answer: which limit, used and allowed, and what has killed the session."""
     refused = f"{LIMITS[standing.limit]} {standing.used}/{standing.allowed}" if standing.limit else "ok"
     tool = f" {standing.tool.decode()}" if standing.tool else ""
     return refused + tool + (f", killed by {KILLED[standing.killed]}" if standing.killed else "")
 
 
 def call(*tools: str) -> list[bytes]:
-    """A history in which these tools were called, each time with other arguments."""
     return [make_record(number, tool, str(number)) for number, tool in enumerate(tools)]
 
 
 def repeat(times: int, *tools: str) -> list[bytes]:
-    """A history in which the same tools were called so often with the same arguments."""
+    """A history in which these tools were called this often with the same arguments."""
     return [make_record(number, tools[number % len(tools)]) for number in range(times * len(tools))]
 
 
 def answer(number: int, *tools: str) -> list[bytes]:
-    """The calls of the step of that number, always with the same arguments."""
     return [make_record(number * 8 + place, tool, since=int(not place)) for place, tool in enumerate(tools)]
 
 
@@ -396,7 +379,6 @@ _ONE_SESSION = limit(steps=2, max_sessions=1)
 
 
 def in_session(name: str, number: int, limits: Limits, **changes: Any) -> Step:  # noqa: ANN401  # Step's own fields
-    """A request of another session of the same tenant."""
     return make_step(number, limits, key=f"session:p::{name}:7f", **changes)
 
 
@@ -711,6 +693,6 @@ CASES: dict[str, Case] = {
 
 
 def ask(*questions: Step | Settlement) -> list[Standing]:
-    """What a fresh store says to them, a millisecond apart."""
+    """Answers of a new store, a millisecond apart."""
     store = MemoryStore(Metrics())
     return [store.hit([asked], 1_000 + number)[0] for number, asked in enumerate(questions)]

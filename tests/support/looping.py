@@ -1,5 +1,3 @@
-"""A policy of several detectors, and callers that loop."""
-
 from __future__ import annotations
 
 import json
@@ -15,14 +13,13 @@ from tests.support.engine import ANY
 
 
 def several(identity: str, *loops: Mapping[str, Any], mode: str = "enforce", **spec: object) -> dict[str, Any]:
-    """A policy for any request with a list of detectors, each a good one with its keys replaced; `spec` goes beside them."""
+    """A policy with a list of detectors, each with keys replaced; `spec` is added to the policy's spec."""
     made = policy(identity, ANY, mode=mode)
     made["spec"] |= {"loop_detection": [made["spec"]["loop_detection"] | loop for loop in loops], **spec}
     return made
 
 
 def encoded(value: object) -> bytes:
-    """JSON; bytes as they are."""
     return value if isinstance(value, bytes) else json.dumps(value).encode()
 
 
@@ -35,7 +32,7 @@ def looping(
     said: str = "go",
     **more: object,
 ) -> bytes:
-    """A chat completion in which the same tool was called so often with the same argument and result."""
+    """A chat completion in which a tool was called this often with the same argument and result."""
     turn = [
         {
             "role": "assistant",
@@ -49,14 +46,13 @@ def looping(
 
 
 def chat(times: int, padding: int = 0) -> bytes:
-    """The same with a declared tool whose calls fail, after so many more bytes of the user's."""
+    """The same with a declared tool whose calls fail, and `size` more bytes in the user's message."""
     tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
     said = "go" + "x" * padding
     return looping(times, result="Error: no such file", tool="read", said=said, tools=tools)
 
 
 def post(**headers: str) -> HttpRequest:
-    """A POST request; `x_a` is the header `x-a`."""
     return HttpRequest("POST", "/v1/chat/completions", "host", {k.replace("_", "-"): v.encode() for k, v in headers.items()})
 
 

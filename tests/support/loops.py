@@ -1,5 +1,3 @@
-"""Guards of one loop, and conversations for them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -28,14 +26,14 @@ STATELESS = ("turns", "tool_calls")
 
 
 class Guard:
-    """A policy with a memory store and a clock of the test's own."""
+    """A policy with a memory store and its own clock."""
 
     def __init__(self, **loop: Any) -> None:  # noqa: ANN401  # keys of loop_detection
         self.engine: Engine = make_engine(policy("p", ANY, limit_keys=["header:x-user"], **loop))
         self._store = MemoryStore(Metrics())
 
     def judge(self, data: bytes, now: float = 0) -> Outcome:
-        """What is made of a request at a time in seconds."""
+        """The verdict on a request at a time in seconds."""
         check = looked_into(self.engine, data, post(x_user="ann"))
         decision = check.decide(self._store.hit(check.enforcing.list_hits(), int(now * 1000)))
         (outcome,) = decision.trace

@@ -1,4 +1,4 @@
-"""What a process remembers of earlier requests to save time."""
+"""The caches of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from extproc.bounded import Memo
 
 
 def _list_values() -> Iterator[object]:
-    """What the package's modules hold, and what that holds."""
     modules = [module for name, module in sys.modules.items() if name.startswith("extproc.")]
     for module in modules:
         for value in vars(module).values():
@@ -25,21 +24,19 @@ def _list_values() -> Iterator[object]:
 
 @cache
 def list_memos() -> list[Memo[Any, Any]]:
-    """All memories of the modules that were imported until now."""
     found = {id(value): value for value in _list_values() if isinstance(value, Memo)}
     return list(found.values())
 
 
 @cache
 def _list_functions() -> list[Any]:
-    """All functions that remember answers of small arguments."""
     modules = [module for name, module in sys.modules.items() if name.startswith("extproc.")]
     found = {id(value): value for module in modules for value in vars(module).values() if hasattr(value, "cache_parameters")}
     return [value for value in found.values() if value.cache_parameters()["maxsize"] is not None]
 
 
 def forget() -> None:
-    """Have nothing known, as in a new process."""
+    """Clear all caches, as in a new process."""
     for memo in list_memos():
         memo.clear()
     for function in _list_functions():

@@ -1,4 +1,4 @@
-"""Meshes: what the chart is for, and what their control planes leave alone."""
+"""Meshes: the chart's objects, and what control planes make of them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ each_istio = pytest.mark.parametrize("values", ISTIO.values(), ids=ISTIO)
 
 
 def envoy_filter(values: Values) -> Object:
-    """The EnvoyFilter that values make."""
     (found,) = of_kind(objects(values), "EnvoyFilter")
     return found
 
 
 def unwrap(config: Object) -> Object:
-    """A filter's own configuration, which may be in a matcher."""
     inside: Object = config.get("extension_config", {}).get("typed_config", config)
     return inside
 
 
 def cluster_names(found: Object) -> Iterator[str]:
-    """The clusters that the filters of an EnvoyFilter call, and those that its access logs go to."""
+    """The clusters that the filters and access logs of an EnvoyFilter use."""
     for patch in found["spec"]["configPatches"]:
         config = unwrap(patch["patch"]["value"].get("typed_config", {}))
         logs = [log["typed_config"]["common_config"] for log in config.get("access_log", ())]
@@ -60,13 +58,12 @@ BODY_MODES = {"Streamed": "STREAMED", "Buffered": "BUFFERED", "BufferedPartial":
 
 
 def seconds(duration: str) -> float:
-    """Gateway API's durations, as far as the chart writes them."""
+    """A Gateway API duration, in the forms that the chart writes."""
     units = {"s": 1, "ms": 0.001}
     return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)(ms|s)", duration))
 
 
 def retry_policy(retry: Object) -> Object:
-    """Envoy's own words for what a backend's settings say of retries."""
     back_off = {name: f"{seconds(text):.3f}s" for name, text in retry["perRetry"]["backOff"].items()}
     return {
         "retry_on": ",".join(retry["retryOn"]["triggers"]),
@@ -76,7 +73,7 @@ def retry_policy(retry: Object) -> Object:
 
 
 def gateway_configuration(text: str, values: Values) -> str:
-    """An Envoy as Envoy Gateway would configure it: the filter is off, and on where targeted."""
+    """An Envoy as Envoy Gateway would configure it: the filter is disabled, and enabled on targets."""
     made = without_loopguard(read_yaml(text))
     made_of = objects(values)
     (extension,) = of_kind(made_of, "EnvoyExtensionPolicy")
@@ -146,11 +143,9 @@ USER = {"x-user-id": "ann"}
 
 
 def read_port(cluster: Object) -> int:
-    """Of its one endpoint."""
     (group,) = cluster["load_assignment"]["endpoints"]
     return int(group["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]["port_value"])
 
 
 def statuses(made: Stack, path: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
-    """The same request several times."""
     return [made.send(path, method="POST", headers=USER, **more).status for _ in range(times)]

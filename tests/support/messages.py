@@ -1,4 +1,4 @@
-"""ext_proc messages as Envoy sends them."""
+"""ext_proc messages of Envoy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def headers(
     attributes: Mapping[str, str] | None = None,
     **more: str,
 ) -> ProcessingRequest:
-    """A request_headers message; `x_a` is the header `x-a`."""
+    """A request_headers message; `x_a` becomes the header `x-a`."""
     message = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=end))
     pairs = {":method": method, ":path": path, ":authority": "host", **{key.replace("_", "-"): more[key] for key in more}}
     for name, value in pairs.items():
@@ -37,10 +37,9 @@ def headers(
 
 
 def body(data: bytes = b"", *, end: bool = True) -> ProcessingRequest:
-    """A request_body message."""
     return ProcessingRequest(request_body=HttpBody(body=data, end_of_stream=end))
 
 
 def make_marks(data: bytes, caller: str = "") -> Marks:
-    """The marks of notes that this process makes for a caller, in the conversation of a body."""
+    """The marks that this process puts on notes for a caller in a body's conversation."""
     return Marks(PROCESS_KEY, [caller], hash_first_words(Document(data)))

@@ -1,4 +1,4 @@
-"""Paths that real gateways and providers document, for selectors by API and the routes made of them."""
+"""Paths that real gateways and providers document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of every API: as clients send them, made by Hypothesis, and made to break their readers."""
+"""Bodies of every API: real ones, random ones, and hostile ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ Example = TypeVar("Example")
 
 
 class Draw(Protocol):
-    """Hypothesis' own `draw`."""
-
     def __call__(self, strategy: st.SearchStrategy[Example], /) -> Example:
-        """One example."""
+        pass
 
 
 class Number(NamedTuple):
-    """A JSON number by what it means: `mantissa` times ten to the power of `exponent`."""
+    """A JSON number by its value: `mantissa` times ten to the power of `exponent`."""
 
     mantissa: int
     exponent: int
@@ -53,7 +51,6 @@ _SPACES = ("", "", " ", "\n\t", "\r\n  ")
 
 
 def spelled_text(draw: Draw, text: str) -> str:
-    """A string literal: each character as itself or in any of its escapes."""
     short = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     found = []
     chosen = draw(st.integers(0, 4 ** len(text) - 1))  # one for each character would take most of a test's time
@@ -71,7 +68,6 @@ def spelled_text(draw: Draw, text: str) -> str:
 
 
 def spelled_number(draw: Draw, number: Number) -> str:
-    """A number literal: with or without fraction and exponent, zeros behind, the point anywhere."""
     zeros = draw(st.integers(0, 3)) if number.mantissa else 0
     digits, exponent = str(abs(number.mantissa)) + "0" * zeros, number.exponent - zeros
     point = draw(st.integers(0, len(digits)))
@@ -97,7 +93,7 @@ def spelled_number(draw: Draw, number: Number) -> str:
 
 
 def spelled(draw: Draw, value: Any) -> str:  # noqa: ANN401  # any JSON value
-    """One of the many texts that mean a value."""
+    """Any JSON text of a value."""
     chosen = draw(st.integers(0, len(_SPACES) ** 64 - 1))  # as above, for the space around up to 64 values and names
     found = [_SPACES[chosen // len(_SPACES) ** place % len(_SPACES)] for place in range(64)]
     return _spelled(draw, value, cycle(found))
@@ -141,7 +137,7 @@ _TYPES = st.sampled_from(
 
 
 def near_to(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with some of these fields, now and then of another type."""
+    """Objects with some of these fields, sometimes of another type."""
     wild = {name: st.one_of(value, value, value, ANYTHING) for name, value in fields.items()}
     return st.fixed_dictionaries({}, optional=wild)
 
@@ -196,23 +192,19 @@ MIB = 2**20
 
 
 def chat_body(*messages: str, model: str = '"m"', more: str = "") -> bytes:
-    """A chat request of messages that are JSON already."""
     return f'{{"model":{model},{more}"messages":[{",".join(messages)}]}}'.encode("utf-8", "surrogatepass")
 
 
 def tool_call(arguments: str = '"{}"', name: str = '"f"', identity: str = '"1"') -> str:
-    """A message with one call."""
     function = f'{{"name":{name},"arguments":{arguments}}}'
     return f'{{"role":"assistant","tool_calls":[{{"id":{identity},"type":"function","function":{function}}}]}}'
 
 
 def _result(content: str = '"x"', identity: str = '"1"') -> str:
-    """A message with one result."""
     return f'{{"role":"tool","tool_call_id":{identity},"content":{content}}}'
 
 
 def user_message(content: str = '"hi"') -> str:
-    """A message of a person."""
     return f'{{"role":"user","content":{content}}}'
 
 
@@ -221,7 +213,6 @@ def _nested(depth: int, inner: str = "1") -> str:
 
 
 def _repeated(call: str, *results: str, times: int = 3) -> bytes:
-    """A conversation that repeats itself."""
     return chat_body(user_message(), *[call, *results] * times)
 
 

@@ -1,4 +1,4 @@
-"""A night's scene, through the real Envoy: three agents loop, a client polls honestly, a tool is down, and others work."""
+"""A night through the real Envoy: three agents loop, a client polls, a tool is down, and others work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DOWN = "error: connection refused by the customer database at 10.0.0.9, which ha
 
 @dataclass
 class Scene:
-    """What happens, to callers whose names end with `who`; `tool` is down. Agents have a `context` in front of their task."""
+    """Callers' names end with `who`, `tool` is down, and `context` precedes every task."""
 
     made: Stack
     who: str
@@ -41,30 +41,24 @@ class Scene:
     context: str = field(default="", kw_only=True)
 
     def send(self, path: str, user: str, body: bytes = b"{}", **headers: str) -> int:
-        """Send a request, and return the status of its answer."""
         named = {f"x-{name.replace('_', '-')}": value for name, value in headers.items()}
         given = {"x-user-id": f"{user}-{self.who}", "content-type": "application/json", **named}
         return self.made.send(path, method="POST", body=body, headers=given).status
 
     def storm(self) -> int:
-        """A webhook that is delivered again and again."""
         return self.send("/hook/billing", "storm", b'{"invoice": 7}')
 
     def chat(self, turns: int) -> int:
-        """An agent without a session, that makes the same mistake."""
         return self.send(CHAT, "stuck", self.write(f"Find {self.who} a hotel", "book_hotel", WRONG, turns))
 
     def run(self, turns: int) -> int:
-        """An agent with a session, that makes another."""
         body = self.write(f"Search for {self.who}", "search_the_web", WRONG, turns)
         return self.send(RUNS, "spender", body, session_id=f"session-{self.who}")
 
     def poll(self) -> int:
-        """A client that waits for a build."""
         return self.send("/jobs/42", "poller")
 
     def work(self, steps: int = 3) -> set[int]:
-        """Agents that make progress, on all routes."""
         return {
             self.send(path, f"healthy-{number}", json.dumps({"messages": [{"role": "user", "content": f"{step}"}]}).encode())
             for step in range(steps)
@@ -74,7 +68,7 @@ class Scene:
         }
 
     def break_tool(self, rounds: int = 3) -> set[int]:
-        """An outage of a tool: six agents of three callers get nothing else from it, and go on, also to the other replica."""
+        """An outage: six agents of three callers get errors alone from a tool, and continue, also at the other replica."""
         statuses = set()
         for more in range(rounds):
             for task in ("invoice", "lead"):
@@ -85,7 +79,6 @@ class Scene:
         return statuses
 
     def begin(self) -> None:
-        """Until three in the morning."""
         assert [self.storm() for _ in range(9)] == [200] * 9
         assert [self.chat(turns) for turns in range(1, 7)] == [200] * 6
         assert [self.run(turns) for turns in range(1, 7)] == [200] * 6
@@ -94,7 +87,7 @@ class Scene:
         assert self.work() == {200}
 
     def write(self, task: str, tool: str, result: str, turns: int) -> bytes:
-        """A conversation in which an agent calls a tool with the same argument, and thinks something else each time."""
+        """A conversation in which an agent calls a tool with the same argument and new thoughts."""
         did = [Did(((tool, {"q": ""}),), (result,), "", f"{task}: attempt {number}", number) for number in range(1, turns + 1)]
         document = as_chat(did)
         document["messages"][1]["content"] = task

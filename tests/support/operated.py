@@ -1,4 +1,4 @@
-"""Replicas on one store, and the admin port of each: what operators see there, and what they order."""
+"""Replicas on one store, with admin ports: what operators see, and their orders."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of what a server's event loop is asked for, from another thread."""
     return asyncio.run_coroutine_threadsafe(work, _start_loop()).result(60)
 
 
@@ -78,7 +77,7 @@ NOTHING, COUNTS, ALL = range(3)
 
 
 class Ahead:
-    """A clock of the operator's tables and orders that a test puts forward, in seconds."""
+    """A clock for tables and orders that a test moves forward, in seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
@@ -86,12 +85,11 @@ class Ahead:
             monkeypatch.setattr(f"extproc.operator.{module}.time", self)
 
     def __call__(self) -> float:
-        """The time."""
         return time.time() + self.seconds
 
 
 class Away:
-    """A store of which nothing, the counts or all is away, as a test says."""
+    """A store that is down: for nothing, for counts, or for all."""
 
     def __init__(self) -> None:
         self.away = NOTHING
@@ -104,18 +102,18 @@ class Away:
 
 
 def send(service: Service, times: int = 1, data: bytes = b"{}", path: str = CHAT, **named: Any) -> list[int]:  # noqa: ANN401  # of `headers`
-    """What becomes of equal requests, of Ann unless headers are given: the status of each refusal, or 200."""
+    """Statuses of equal requests, Ann's unless headers are given."""
     sent = headers(path, **(named or {"x_user_id": "ann"}))
     return [status(decoded(exchange(service, sent, body(data))[-1])) for _ in range(times)]
 
 
 class Operated:
-    """Some replicas.
+    """Replicas.
 
     Attributes:
-        services: one for each replica, which requests are sent to.
-        orders: what the pages show as in force, instead of the orders that were given.
-        says_coverage: reports begin with the share of requests that is guarded.
+        services: one for each replica.
+        orders: shown on the pages in place of the real orders.
+        says_coverage: reports begin with the share of guarded requests.
     """
 
     def __init__(
@@ -141,58 +139,51 @@ class Operated:
 
     @property
     def service(self) -> Service:
-        """The first replica."""
         return self.services[0]
 
     def ask(self, path: str, replica: int = 0, *, host: str = "localhost", **query: Any) -> dict[str, Any]:  # noqa: ANN401  # of a URL
-        """What a page of a replica says to a program; another host is that of a page from elsewhere, in a local browser."""
+        """An admin page in JSON; another `host` is that of a foreign page in a local browser."""
         found: dict[str, Any] = self._open(replica).get(path, params=query, headers={"host": host}).json()
         return found
 
     def read(self, path: str = "/", replica: int = 0, **query: str) -> str:
-        """What a page says to a browser, with single spaces."""
+        """An admin page in HTML, with single spaces."""
         return re.sub(r"\s+", " ", self._open(replica).get(path, params=query, headers={"accept": "text/html"}).text)
 
     def give(self, replica: int = 0, *, who: str = "eve", **order: Any) -> tuple[dict[str, Any], list[str]]:  # noqa: ANN401  # as JSON
-        """Give an order; returns it as the server describes it, and the notes about it."""
+        """Give an order. Returns its description, and the notes on it."""
         status, given = self.post(order, replica, who=who)
         assert status == 201, given
         return given, given.pop("notes")
 
     def post(self, order: object, replica: int = 0, *, who: str = "eve") -> tuple[int, dict[str, Any]]:
-        """Send an order that may be refused; returns the status, and the answer."""
         sent = {"x-loopguard-operator": who, "content-type": "application/json"}
         answer = self._open(replica).post("/overrides", content=json.dumps(order), headers=sent)
         return answer.status_code, answer.json()
 
     def revoke(self, name: str, replica: int = 0, *, who: str = "adam") -> tuple[int, dict[str, Any]]:
-        """Revoke an order; returns the status, and the answer."""
         answer = self._open(replica).delete(f"/overrides/{name}", headers={"x-loopguard-operator": who})
         return answer.status_code, answer.json()
 
     def list_orders(self, replica: int = 0) -> list[dict[str, Any]]:
-        """The orders in force, as a replica knows them."""
         listed: list[dict[str, Any]] = self.ask("/overrides", replica)["overrides"]
         return listed
 
     def refresh(self) -> None:
-        """Every replica asks the store for orders once."""
         for giver in self.givers:
             run(giver.refresh())
 
     def put_order(self, name: str, document: bytes) -> None:
-        """Have an order in the store, as another version might write it."""
+        """Write an order to the store, as another version might."""
         run(self.store.documents.put(ORDERS, "overrides", name, document, 60))
         self.refresh()
 
     def read_orders(self) -> bytes:
-        """All that the store has of orders."""
         found = run(self.store.documents.read(ORDERS, "overrides"))
         return b"".join(found.documents.values()) if found is not None else b""
 
     @contextmanager
     def listen(self, replica: int = 0) -> Iterator[str]:
-        """The address of the admin port."""
         server = AdminServer(self._make_app(replica))
         try:
             yield server.start(parse_address("127.0.0.1:0"))
@@ -201,7 +192,6 @@ class Operated:
 
     @contextmanager
     def connect(self) -> Iterator[AdminClient]:
-        """A client of the admin port, as commands have it."""
         with self.listen() as address:
             client = AdminClient(address)
             try:
@@ -210,7 +200,6 @@ class Operated:
                 client.close()
 
     def _open(self, replica: int) -> TestClient:
-        """The replica's own Unix socket, which needs no token."""
         app = self._make_app(replica)
 
         async def at_socket(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401  # of ASGI
@@ -219,8 +208,6 @@ class Operated:
         return TestClient(at_socket, "http://localhost")
 
     def _open_boards(self, replica: int) -> dict[str, Board[Any]]:
-        """The tables as a replica knows them, which has read what the others have published."""
-
         def open_all(place: int) -> dict[str, Board[Any]]:
             reporter = self.services[place].reporter
             return {
@@ -253,7 +240,6 @@ class Operated:
         return found.rows
 
     def _make_app(self, replica: int) -> Starlette:
-        """All pages, as a server has them."""
         service, boards, giver = self.services[replica], self._open_boards(replica), self.givers[replica]
 
         def shows() -> bool:

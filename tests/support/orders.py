@@ -1,5 +1,3 @@
-"""Orders of operators about callers."""
-
 from __future__ import annotations
 
 import time
@@ -34,6 +32,5 @@ def order(  # what an order says
 
 
 def apply_orders(service: Service, *standing: ActiveOverride) -> Service:
-    """The service with these overrides in force."""
     service.overrides = Overrides(standing) if standing else None
     return service

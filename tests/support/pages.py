@@ -1,4 +1,4 @@
-"""Pages of the admin port, outlined."""
+"""Pages of the admin port."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from tests.support.harness import Stack
 
 
 class Outline(HTMLParser):
-    """The elements of a page, and what they would load."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[str] = []
@@ -23,14 +21,13 @@ class Outline(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """One element."""
         self.elements.append(tag)
         self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
 
 def list_loops(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each detector says, behind the rows of `/loops`."""
+    """The detectors' values behind the rows of `/loops`."""
     return [loop for row in report["conversations"] for loop in row["loops"]]
 
 
@@ -49,7 +46,6 @@ PAGES = [
 
 
 def look_around(made: Stack, events: Path) -> Iterator[tuple[str, bytes]]:
-    """What the replicas, Envoy and the commands tell, by where."""
     for guard in made.replicas:
         for page in PAGES + [f"/sessions/{run['session']}" for run in json.loads(guard.get("/sessions")[1])["sessions"]]:
             for accept in ("*/*", "text/html"):

@@ -1,4 +1,4 @@
-"""What a PromQL expression reads and which labels its result carries, checked against the metrics that the code has."""
+"""Checks PromQL against the metrics in the code: what an expression reads, and the labels of its result."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ Series = dict[str, frozenset[str]]
 
 
 def list_labels(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
-    """Name of every metric, without its suffix -> its labels, by docs/reference.md: those without samples are there as well."""
+    """Labels by metric, without its suffix, as docs/reference.md has them."""
     rows = dict(_ROW.findall((ROOT / "docs" / "reference.md").read_text()))
     labels = {family.name: rows.get(family.name, rows.get(f"{family.name}_total")) for family in registry.collect()}
     return {name: tuple(filter(None, found.split(","))) for name, found in labels.items() if found is not None}
 
 
 def series() -> Series:
-    """Name of every series that Loopguard exposes -> its own labels."""
     found = {}
     metrics = Metrics()
     Pairs().show(metrics)
@@ -48,17 +47,16 @@ def series() -> Series:
 
 @cache
 def words() -> frozenset[str]:
-    """Every string in the code, among them the values of all labels that are not names of policies or files."""
+    """All strings in the code, among them all label values."""
     files = (ROOT / "extproc").rglob("*.py")
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
     return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 class Reading:
-    """One expression, taken apart: the labels that its result may carry, and everything that cannot be right."""
+    """One expression: the labels of its result, and its mistakes."""
 
     def __init__(self, text: str, known: Series) -> None:
-        """Parse PromQL and check it against the `known` series; raises ValueError if it is none."""
         self._known = known
         self.names: set[str] = set()
         self.problems: list[str] = []

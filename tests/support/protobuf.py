@@ -1,10 +1,8 @@
-"""Fields of protobuf messages, as they stand on the wire."""
-
 from __future__ import annotations
 
 
 def field(number: int, contents: bytes, padding: int = 0) -> bytes:
-    """A field with a length on the wire; the length is spelled with more bytes than it needs."""
+    """A field with a length on the wire, spelled with more bytes than necessary."""
     length, rest = bytearray(), len(contents)
     while rest or not length:
         length.append(rest & 0x7F | 0x80)

@@ -1,4 +1,4 @@
-"""Traffic of made-up agents: all APIs, loops and progress, condensed histories, windows, people, retries, parallel runs."""
+"""Random agents: all APIs, loops and progress, condensed histories, windows, people, retries, parallel runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,6 @@ _ANSWERS = ["I am done.", "I cannot do that", "ok", "thinking about it {number}"
 
 
 class Agent:
-    """One agent, and the conversation that it shows.
-
-    Attributes:
-        shape: its API.
-        sent: the headers that it sends.
-    """
-
     def __init__(self, random: Random, name: str) -> None:
         self._random = random
         self._name = name
@@ -68,7 +61,7 @@ class Agent:
         return tool, {"cmd": "x" * 70, "why": str(random.randrange(3))}
 
     def step(self) -> None:
-        """Do something; now and then, the history loses turns or results."""
+        """Do something; sometimes the history loses turns or results."""
         done = self._do(len(self._done) + 1)
         self._done.append(done)
         self._turns.append(done)
@@ -80,7 +73,6 @@ class Agent:
             self._turns[place] = cleared._replace(results=tuple("[cleared]" for _ in cleared.results))
 
     def write(self) -> dict[str, Any]:
-        """The next request's body."""
         turns = self._turns[-self._window :]
         body = SHAPES[self.shape](turns)
         if self._tools is not None and self.shape in {"chat", "ollama", "responses"}:

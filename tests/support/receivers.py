@@ -1,5 +1,3 @@
-"""Receivers of events."""
-
 from __future__ import annotations
 
 import ssl
@@ -14,7 +12,7 @@ CA = trustme.CA()
 
 
 class Receiver:
-    """A webhook over TLS, which answers with these statuses, one after another, the last one for ever."""
+    """A webhook over TLS. It answers with these statuses in turn, and repeats the last one."""
 
     def __init__(self, statuses: Sequence[int]) -> None:
         self.batches: list[tuple[dict[str, str], bytes]] = []
@@ -30,7 +28,7 @@ class Receiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-                """Silence."""
+                pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -40,14 +38,12 @@ class Receiver:
         self.url = f"https://127.0.0.1:{self._server.server_address[1]}/hook"
 
     def close(self) -> None:
-        """Listen no longer."""
         self._server.shutdown()
         self._server.server_close()
 
 
 @contextmanager
 def receiving(*statuses: int) -> Iterator[Receiver]:
-    """A webhook."""
     receiver = Receiver(statuses)
     try:
         yield receiver

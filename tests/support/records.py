@@ -1,5 +1,3 @@
-"""Records that tests change."""
-
 from __future__ import annotations
 
 from inspect import signature
@@ -11,7 +9,6 @@ _parameters: dict[object, tuple[str, ...]] = {}
 
 
 def replace(record: Record, **changes: Any) -> Record:  # noqa: ANN401  # the record's own fields
-    """A copy of a record, changed as asked; what it is made of are its attributes."""
     made = type(record)
     if made not in _parameters:
         _parameters[made] = tuple(signature(made).parameters)

@@ -1,5 +1,3 @@
-"""The command `replay` on logs and policies of a test."""
-
 from __future__ import annotations
 
 import json
@@ -16,8 +14,6 @@ from tests.support.engine import ANY
 
 
 class Replayed:
-    """One run of the command: exit code, JSON document, and what was said on stderr."""
-
     def __init__(
         self,
         folder: Path,
@@ -26,7 +22,6 @@ class Replayed:
         *flags: str,
         policies: object = None,
     ) -> None:
-        """Write the log, or several, and replay them."""
         files = log if isinstance(log, Mapping) else {"access.log": log}
         for name, data in files.items():
             (folder / name).write_bytes(data)
@@ -39,9 +34,7 @@ class Replayed:
         self.document: dict[str, Any] = json.loads(printed.out) if printed.out else {}
 
     def find(self, name: str = "p") -> dict[str, Any]:
-        """What became of a policy."""
         return next(item for item in self.document["policies"] if item["policy"] == name)
 
     def list_problems(self) -> dict[str, int]:
-        """How many lines had which problem."""
         return {kind: problem["lines"] for kind, problem in self.document["log"]["problems"].items()}

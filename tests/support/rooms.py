@@ -1,4 +1,4 @@
-"""The rooms of the package, and which module imports which."""
+"""The rooms of the package, and their imports."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ FILES = {
 
 @cache
 def find_imports(source: str) -> frozenset[str]:
-    """Every module of the package that is imported anywhere in a file."""
     return frozenset(list_imports(ast.parse(source)))
 
 
 def list_imports(tree: ast.Module) -> Iterator[str]:
-    """The same of a file that is parsed."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -49,14 +47,13 @@ def list_imports(tree: ast.Module) -> Iterator[str]:
 
 
 def find_module(name: str) -> str:
-    """The module that a name stands for, or that it stands in."""
+    """The module of a name, or the module that defines it."""
     while "/" in name and name not in FILES:
         name = name.rpartition("/")[0]
     return name
 
 
 def find_floor(name: str) -> int:
-    """The floor that a module is on."""
     room = name.split("/", maxsplit=1)[0]
     if room in ROOMS:
         return ROOMS.index(room) + (2 if room == ROOMS[-1] else 1)

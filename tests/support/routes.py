@@ -1,4 +1,4 @@
-"""Configurations with routes and filters that let requests pass Loopguard, for `check-envoy` and for a real Envoy."""
+"""Routes and filters that let requests bypass Loopguard, for `check-envoy` and for the real Envoy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _TEMPLATE = "envoy.path.match.uri_template.uri_template_matcher"
 
 
 def good(policies: Json = CHAT) -> Json:
-    """What `loopguard envoy-config` prints for one guarded path, `/chat` and all below it."""
     return json.loads(_read_bootstrap(json.dumps(policies)))
 
 
@@ -27,7 +26,6 @@ def _read_bootstrap(policies: str) -> str:
 
 
 def templated(template: str) -> Json:
-    """A match by a URI template."""
     kind = f"{_TYPE}/envoy.extensions.path.match.uri_template.v3.UriTemplateMatchConfig"
     return {"path_match_policy": {"name": _TEMPLATE, "typed_config": {"@type": kind, "path_template": template}}}
 
@@ -41,7 +39,7 @@ def before(match: Json, document: Json | None = None) -> Json:
 
 
 def treed(document: Json, *, guarded: bool) -> Json:
-    """Let a matcher choose the routes of the virtual host."""
+    """Routes of the virtual host chosen by a matcher tree."""
     host = find(document, f"{MANAGER}/route_config/virtual_hosts/0")
     route, rest = host.pop("routes")
     kind = f"{_TYPE}/envoy.config.route.v3.Route"
@@ -62,7 +60,6 @@ def treed(document: Json, *, guarded: bool) -> Json:
 
 
 def wrapped(document: Json, reads: Json, *, skips: bool = True) -> Json:
-    """Put a matcher around Loopguard's filter."""
     item = find(document, FILTER)
     action = "common.matcher.action.v3.SkipFilter" if skips else "their.Action"
     condition = {"single_predicate": {"input": {"name": "i", "typed_config": reads}, "value_match": {"exact": "yes"}}}
@@ -76,23 +73,19 @@ def wrapped(document: Json, reads: Json, *, skips: bool = True) -> Json:
 
 
 def header(name: str) -> Json:
-    """An input that clients send."""
     return {"@type": f"{_TYPE}/envoy.type.matcher.v3.HttpRequestHeaderMatchInput", "header_name": name}
 
 
 def rewriting(match: Json, rewrite: Json) -> Json:
-    """An unguarded route that rewrites its path, to the same upstream."""
     document = before(match)
     find(document, f"{ROUTES}/0/route").update(rewrite)
     return document
 
 
 def regex(pattern: str, substitution: str) -> Json:
-    """A rewrite by a regular expression."""
     return {"regex_rewrite": {"pattern": {"regex": pattern}, "substitution": substitution}}
 
 
 def by_template(text: str) -> Json:
-    """A rewrite by a URI template."""
     kind = f"{_TYPE}/envoy.extensions.path.rewrite.uri_template.v3.UriTemplateRewriteConfig"
     return {"path_rewrite_policy": {"name": "rewrite", "typed_config": {"@type": kind, "path_template_rewrite": text}}}

@@ -1,4 +1,4 @@
-"""`loopguard scan` in tests: what it makes of files."""
+"""Results of `loopguard scan` on files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ JUDGING = Judging(show=True)
 
 
 class Scanned(NamedTuple):
-    """The conversations in a file, its problems by kind, and the number of bytes that were read."""
-
     runs: list[RunReport]
     problems: Mapping[str, Problem]
     read: int
@@ -27,12 +25,10 @@ class Scanned(NamedTuple):
         return [(loop.rule, loop.begins, loop.noted, loop.stopped, loop.ends) for run in self.runs for loop in run.loops]
 
     def count(self, kind: str) -> int:
-        """How often there was a problem of this kind."""
         return self.problems[kind].count if kind in self.problems else 0
 
 
 def scan_file(file: Path, longest: int = LONGEST) -> Scanned:
-    """Scan one file."""
     unread, runs, read = Problems(), list[RunReport](), [0]
 
     def advance(count: int) -> None:
@@ -43,7 +39,7 @@ def scan_file(file: Path, longest: int = LONGEST) -> Scanned:
 
 
 def scan_values(folder: Path, values: Iterable[Any]) -> Scanned:
-    """Scan a file with these lines; bytes stand in it as they are."""
+    """Scan a file with these lines; bytes are written as they are."""
     file = folder / "lines.jsonl"
     file.write_bytes(b"".join([value if isinstance(value, bytes) else json.dumps(value).encode() + b"\n" for value in values]))
     return scan_file(file)

@@ -1,6 +1,6 @@
-"""Make the screenshots in docs/images, of a scene that runs through the real Envoy and two replicas, and of a scan.
+"""Screenshots in docs/images, of a scene through the real Envoy and two replicas, and of a scan.
 
-python -m tests.support.screenshots            writes them; needs Chromium
+`python -m tests.support.screenshots` writes them; it needs Chromium.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _LINK = f"{_ROW}.querySelector(\"a[href^='/sessions/']\").getAttribute('href')"
 
 @contextmanager
 def playing() -> Iterator[str]:
-    """The URL of the page after the scene, in which somebody has killed one of the agents, and let the poller pass."""
     model = Model()
     model.reply = _ANSWER
     try:
@@ -59,13 +58,11 @@ def playing() -> Iterator[str]:
 
 
 def _has_settled(loopguard: Loopguard) -> bool:
-    """Whether Envoy has told what became of the requests of the agent's session."""
     sessions = json.loads(loopguard.get("/sessions")[1])["sessions"]
     return any(session["usage"]["input_tokens"] >= 6 * _TOKENS for session in sessions)
 
 
 def take_all(browser: Browser, url: str, folder: Path) -> list[Path]:
-    """Take every screenshot, in both color schemes."""
     taken = []
     for name, (width, height) in SIZES.items():
         browser.resize(width, height, phone=name == "phone")
@@ -83,7 +80,6 @@ def take_all(browser: Browser, url: str, folder: Path) -> list[Path]:
 
 
 def take_scan(browser: Browser, folder: Path) -> list[Path]:
-    """Take screenshots of the page that `loopguard scan` writes about the example transcripts."""
     taken = []
     with tempfile.TemporaryDirectory(prefix="lg") as name:
         page = Path(name) / "scan.html"

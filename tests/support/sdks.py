@@ -1,4 +1,4 @@
-"""The SDKs of the field, each asked one question, whole or streamed: those of Python here, those of JavaScript in `node/`."""
+"""SDKs that ask one question, whole or streamed: Python's here, JavaScript's in `node/`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ STUCK: Messages = [
 
 
 class Reply(NamedTuple):
-    """What a program gets from its SDK: the text of the model or of the error, and its HTTP status, 0 for an answer."""
+    """The model's text and status 0, or the error's text and its HTTP status."""
 
     text: str
     status: int = 0
 
 
 class Job(NamedTuple):
-    """One question of a user to an API whose URL ends before its `/v1`, perhaps streamed, and its conversation."""
-
     url: str
     user: str
     stream: bool = False
@@ -50,7 +48,6 @@ class Job(NamedTuple):
 
 
 def ask_chat(job: Job) -> str:
-    """OpenAI's SDK, chat completions."""
     import openai
 
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
@@ -62,7 +59,6 @@ def ask_chat(job: Job) -> str:
 
 
 def ask_responses(job: Job) -> str:
-    """OpenAI's SDK, Responses."""
     import openai
 
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
@@ -74,7 +70,6 @@ def ask_responses(job: Job) -> str:
 
 
 def ask_anthropic(job: Job) -> str:
-    """Anthropic's SDK."""
     import anthropic
 
     client = anthropic.Anthropic(api_key="none", base_url=job.url, default_headers={USER: job.user})
@@ -87,7 +82,6 @@ def ask_anthropic(job: Job) -> str:
 
 
 def ask_gemini(job: Job, *, retries: bool = False) -> str:
-    """Google's SDK, which retries where it is told to."""
     from google import genai
     from google.genai import types
 
@@ -102,7 +96,6 @@ def ask_gemini(job: Job, *, retries: bool = False) -> str:
 
 
 def ask_bedrock(job: Job, *, mode: str = "") -> str:
-    """AWS's SDK, Converse, with its own mode of retries or another one."""
     import boto3
     from botocore.config import Config
 
@@ -118,7 +111,6 @@ def ask_bedrock(job: Job, *, mode: str = "") -> str:
 
 
 def ask_anthropic_bedrock(job: Job) -> str:
-    """Anthropic's SDK for its models on Bedrock."""
     import anthropic
 
     keys: Any = {"aws_access_key": "none", "aws_secret_key": "none", "aws_region": "us-east-1"}
@@ -132,7 +124,6 @@ def ask_anthropic_bedrock(job: Job) -> str:
 
 
 def ask_ollama(job: Job) -> str:
-    """Ollama's SDK."""
     import ollama
 
     client = ollama.Client(host=job.url, headers={USER: job.user})
@@ -142,7 +133,6 @@ def ask_ollama(job: Job) -> str:
 
 
 def ask_node(sdk: str, job: Job) -> Reply:
-    """An SDK of JavaScript; skips the test, loudly, where there is no node."""
     question = {**job._asdict(), "sdk": sdk}
     process = _start_asking()
     assert process.stdin is not None
@@ -155,13 +145,13 @@ def ask_node(sdk: str, job: Job) -> Reply:
 
 @functools.cache
 def _start_asking() -> subprocess.Popen[bytes]:
-    """A process for all questions, because an SDK takes longer to load than to ask; it ends with its stdin."""
+    """One process for all questions: an SDK takes longer to import than to ask. It ends with its stdin."""
     command = ["node", "--no-warnings", str(_install_node() / "ask.mjs")]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
 
 def run_node(script: str, arguments: Sequence[str], given: object) -> dict[str, Any]:
-    """What a script in `node/` prints, which gets something as JSON; skips the test, loudly, where there is no node."""
+    """Output of a script in `node/`, which gets JSON. Skips the test where there is no node."""
     command = ["node", "--no-warnings", str(_install_node() / script), *arguments]
     printed = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=300, check=False)
     assert printed.returncode == 0, printed.stderr
@@ -171,7 +161,7 @@ def run_node(script: str, arguments: Sequence[str], given: object) -> dict[str, 
 
 @functools.cache
 def _install_node() -> Path:
-    """The folder of the scripts, beside their SDKs; installed once for each list of them."""
+    """The scripts' folder beside their SDKs, installed once for each list of them."""
     source = Path(__file__).parent / "node"
     if not shutil.which("node") or not shutil.which("npm"):
         pytest.skip("NODE IS MISSING: the SDKs of JavaScript are not tested")
@@ -191,7 +181,6 @@ def _install_node() -> Path:
 
 
 def ask_python(ask: Callable[[Job], str], job: Job) -> Reply:
-    """An SDK of Python."""
     import anthropic
     import openai
     from botocore.exceptions import ClientError
@@ -242,8 +231,6 @@ AskModel: TypeAlias = Callable[[str, str, dict[str, str]], object]
 
 
 class _Anonymous(Credentials):
-    """What Vertex AI's SDK wants before it asks anything."""
-
     valid = True
 
     def __init__(self) -> None:
@@ -251,7 +238,7 @@ class _Anonymous(Credentials):
         self.token = "none"
 
     def refresh(self, request: object) -> None:
-        """Never asked."""
+        pass
 
 
 def _ask_model_bedrock(url: str, model: str, headers: dict[str, str], *, call: str) -> object:

@@ -1,4 +1,4 @@
-"""Real Valkey (or Redis) servers on loopback: one, a Sentinel set-up, a cluster; each started and stopped by the tests."""
+"""Real Valkey (or Redis) servers on loopback: one, Sentinels, a cluster."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ACL = (
 
 
 def free_port() -> int:
-    """A free port, low enough for a cluster's bus, which takes the port 10,000 above."""
+    """A free port that leaves room for a cluster's bus, 10,000 above."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -70,7 +70,6 @@ def free_port() -> int:
 
 
 def wait_until(probe: Callable[[], Any], what: str) -> None:
-    """Poll until `probe` is true and raises nothing."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -84,10 +83,9 @@ def wait_until(probe: Callable[[], Any], what: str) -> None:
 
 
 class Server:
-    """One server process that can be killed, hung and started again on the same port with its data gone."""
+    """A server process that can be killed, hung, and restarted empty on the same port."""
 
     def __init__(self, *arguments: str, binary: str = SERVER, config: str = "") -> None:
-        """Start it; `config` is the text of a configuration file, which a Sentinel needs."""
         self.port = free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="lgredis")
         self.folder = Path(self._folder.name)
@@ -102,7 +100,6 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start the process and wait until it answers."""
         log = (self.folder / "server.log").open("ab")
         self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         log.close()
@@ -116,48 +113,40 @@ class Server:
             return True
 
     def client(self, **more: Any) -> Any:  # noqa: ANN401  # redis-py's own types say little
-        """A plain client; typed loosely, as its own types are."""
         return redis.Redis(port=self.port, socket_timeout=PATIENCE, retry=Retry(NoBackoff(), 0), **more)
 
     @property
     def address(self) -> str:
-        """Host and port."""
         return f"127.0.0.1:{self.port}"
 
     def commands(self) -> dict[str, int]:
-        """How often each command has been called, by clients and by scripts."""
+        """Calls of each command, by clients and by scripts."""
         stats = self.client().info("commandstats")
         return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         assert self._process is not None
         return self._process.pid
 
     def hang(self) -> None:
-        """SIGSTOP: connections stay open, nothing answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """End it and forget its files."""
         self.kill()
         self._folder.cleanup()
 
 
 @contextmanager
 def server(*arguments: str, binary: str = SERVER) -> Iterator[Server]:
-    """One server."""
     made = Server(*arguments, binary=binary)
     try:
         yield made
@@ -167,7 +156,6 @@ def server(*arguments: str, binary: str = SERVER) -> Iterator[Server]:
 
 @contextmanager
 def replicated(*arguments: str) -> Iterator[tuple[Server, Server]]:
-    """A primary and its replica, in sync."""
     with server("--repl-diskless-sync-delay", "0", *arguments) as primary:
         replica = Server("--replicaof", "127.0.0.1", str(primary.port), "--repl-diskless-sync-delay", "0", *arguments)
         try:
@@ -179,7 +167,6 @@ def replicated(*arguments: str) -> Iterator[tuple[Server, Server]]:
 
 @contextmanager
 def sentinels(service: str = "counts") -> Iterator[tuple[list[Server], Server, Server]]:
-    """Three Sentinels that watch a primary and its replica."""
     with replicated() as (primary, replica):
         config = (
             f"sentinel monitor {service} 127.0.0.1 {primary.port} 2\n"
@@ -214,11 +201,10 @@ def _sees_all(watchers: Sequence[Server], service: str) -> bool:
 
 @contextmanager
 def cluster(primaries: int = 3, *, replicas: bool = True, full: bool = True, fails_over: bool = True) -> Iterator[list[Server]]:
-    """A cluster of this many primaries, with a replica each unless told otherwise; primaries come first.
+    """A cluster of this many primaries, by default with a replica each; primaries come first.
 
-    Unless it is to be `full`, its nodes serve their keys while others cannot be had. A primary that is silent for a second is
-    replaced, on a busy machine also by chance, and what its replica has not seen by then is lost: a test that compares exact
-    counts must say that it never `fails_over`.
+    Unless `full`, nodes serve their keys while others are down. A primary that is silent for a second is replaced, on a busy
+    machine also by accident, and writes are lost: tests of exact counts must set `fails_over` to False.
     """
     options = [*(() if full else ("--cluster-require-full-coverage", "no"))]
     options += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
@@ -265,8 +251,6 @@ def _cluster_info(node: Server) -> dict[str, str]:
 
 @contextmanager
 def listening(serve: Callable[[socket.socket], None], tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """Serve every connection to a port on loopback in a thread of its own; the address."""
-
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with contextlib.suppress(OSError):  # clients of tests hang up as they please
@@ -286,7 +270,7 @@ def listening(serve: Callable[[socket.socket], None], tls: ssl.SSLContext | None
 
 @contextmanager
 def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
-    """A server that answers the same whatever it is asked, and may speak first."""
+    """A server that gives one answer to everything, and may speak first."""
 
     def serve(client: socket.socket) -> None:
         client.sendall(greeting)
@@ -298,7 +282,7 @@ def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
 
 
 def altered(behind: Server, alter: Callable[[bytes, bytes], bytes]) -> AbstractContextManager[str]:
-    """A front for a server that makes something else of its answers; `alter` takes what was asked and the answer."""
+    """A proxy whose `alter(question, answer)` changes answers."""
 
     def serve(client: socket.socket) -> None:
         with socket.create_connection(("127.0.0.1", behind.port)) as inner:
@@ -317,9 +301,9 @@ def relay(
     tls: ssl.SSLContext | None = None,
     passes: threading.Event | None = None,
 ) -> Iterator[str]:
-    """A front for a server that passes its answers on in pieces of this many bytes, or speaks TLS: pip's Valkey does not.
+    """A proxy that passes answers on in pieces of this size, or over TLS (pip's Valkey has none).
 
-    While `passes` is not set, what either side sends gets stuck, as in a network that is cut.
+    While `passes` is not set, it forwards nothing, like a network that is cut.
     """
 
     def serve(client: socket.socket) -> None:
@@ -346,12 +330,11 @@ def relay(
 
 
 class Driver:
-    """A store with an event loop of its own; keys of one driver never meet those of another on the same server."""
+    """A store with an event loop of its own, whose keys never collide with another driver's on the same server."""
 
     _numbers = itertools.count()
 
     def __init__(self, url: str, name: str = "", **settings: Any) -> None:  # noqa: ANN401  # fields of Settings
-        """Open and start the store; unless `settings` has a timeout, only a failing test waits for it."""
         self._runner = asyncio.Runner()
         self._url = url
         self.metrics = Metrics()
@@ -362,7 +345,7 @@ class Driver:
             self.fresh()
 
     def fresh(self) -> Self:
-        """As if nothing had been counted yet."""
+        """Forget all counts, by new keys."""
         self._name = f"{os.getpid()}-{next(self._numbers)}"
         return self
 
@@ -371,16 +354,14 @@ class Driver:
         return Driver(self._url, self._name)
 
     async def later(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # whatever was asked for
-        """What the store answers, whether at once or later."""
         answer = ask(self.store)
         return await answer if inspect.isawaitable(answer) else answer
 
     def settled(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # as above
-        """The same, waited for."""
         return self._runner.run(self.later(ask))
 
     def refuse(self, asked: Sequence[Any] | None = None) -> StoreError | None:
-        """The error of a store that does not answer, if so; asked for a hit where nothing else is given."""
+        """The error of a store that is down, or None. By default it is asked for a hit."""
         hit = Hit("down", "sliding_ttl", 600_000, 3, 0, count_refused=True, count_to=100)
         try:
             self.settled(lambda store: store.hit(asked or [replace(hit, key=self.key(hit))]))
@@ -389,27 +370,23 @@ class Driver:
         return None
 
     def well(self) -> bool:
-        """Whether the store is well, after a moment in which it may have recovered."""
+        """Whether the store is healthy, or recovers within a moment."""
         self.run(asyncio.sleep(0.02))
         return self.store.health() == "ok"
 
     def count(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
-        """Count under keys of this driver's."""
         return list(self._runner.run(self.ask(hits, now)))
 
     async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
-        """The same on the loop."""
         placed = [replace(hit, key=self.key(hit)) for hit in hits]
         counts: Sequence[Count] = await self.later(lambda store: store.hit(placed, now))
         return counts
 
     def account(self, asked: Sequence[Step | Settlement], now: int | None = None) -> list[Standing]:
-        """What sessions ask."""
         placed = [self.place(one) for one in asked]
         return list(self.settled(lambda store: store.hit(placed, now)))
 
     def place(self, asked: Step | Settlement) -> Step | Settlement:
-        """The same under keys of this driver's, which have their digits already."""
         keys = ("key", "tenant") if isinstance(asked, Step) else ("key",)
         tree = asked.tree if isinstance(asked, Step) else None
         search = asked.search if isinstance(asked, Step) else None
@@ -421,49 +398,38 @@ class Driver:
         return replace(asked, **more, **{key: self.name(getattr(asked, key)) for key in keys})
 
     def find_root(self, agent: str, parent: str, ttl_ms: int = 60_000, now: int | None = None) -> bytes:
-        """The root of an agent; names are hashes."""
         asked = RootSearch(self.name(f"root:{agent}:7f"), self.name(f"root:{parent}:7f"), bytes.fromhex(parent), ttl_ms)
         return bytes(self.push([asked], now)[0][0])
 
     def push(self, pushes: Sequence[Push | RootSearch], now: int | None = None) -> list[list[bytes]]:
-        """Push; searches for roots have keys of this driver's already."""
         asked = [pushed if isinstance(pushed, RootSearch) else replace(pushed, key=self.key(pushed)) for pushed in pushes]
         return [list(entries) for entries in self.settled(lambda store: store.push(asked, now))]
 
     def put(self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """Keep a document about a subject."""
         self.run(self.store.documents.put(kind, subject, name, document, seconds, now))
 
     def read(self, kind: str, subject: str, now: int | None = None) -> dict[str, bytes]:
-        """The documents about a subject, by name; none where there never was one."""
         found = self.run(self.store.documents.read(kind, subject, now=now))
         return found.documents if found is not None else {}
 
     def key(self, hit: Hit | Push) -> str:
-        """What the store is told; it ends in hex digits, as every key does."""
         return f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}"
 
     def name(self, board: str) -> str:
-        """A board, or a session's key, that no other driver has."""
         return f"{self._name}:{board}"
 
     def metric(self, name: str, **labels: str) -> float:
-        """A metric's value, 0 where there is none."""
         return self.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something on the loop."""
         return self._runner.run(work)
 
     def __enter__(self) -> Self:
-        """Open already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def close(self) -> None:
-        """Let go of connections."""
         self._runner.run(self.store.close())
         self._runner.close()

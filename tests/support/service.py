@@ -1,4 +1,4 @@
-"""One ext_proc stream after the other, in this process: what is sent, and what the answers say."""
+"""ext_proc streams in this process."""
 
 from __future__ import annotations
 
@@ -30,30 +30,25 @@ T = TypeVar("T")
 
 
 class FailingDocuments(MemoryDocuments):
-    """Documents that fail where a check of their subject does."""
-
     def __init__(self, check: Callable[[str], None]) -> None:
         super().__init__(lambda: 0)
         self._check = check
 
     async def put(self, kind: str, subject: str, *more: Any, **named: Any) -> None:  # noqa: ANN401  # as in MemoryDocuments
-        """Keep or fail."""
         self._check(subject)
         await super().put(kind, subject, *more, **named)
 
     async def drop(self, kind: str, subject: str, *more: Any, **named: Any) -> bool:  # noqa: ANN401  # as above
-        """Take back or fail."""
         self._check(subject)
         return await super().drop(kind, subject, *more, **named)
 
     async def read(self, kind: str, subject: str, *more: Any, **named: Any) -> Documents | None:  # noqa: ANN401  # as above
-        """Read or fail."""
         self._check(subject)
         return await super().read(kind, subject, *more, **named)
 
 
 class FailingStore:
-    """A store that fails for keys that hold `failing`, at once or later."""
+    """A store that fails for keys that contain `failing`, at once or later."""
 
     def __init__(self, failing: str = "", error: Exception | None = None, *, later: bool = False) -> None:
         self._failing = failing
@@ -63,15 +58,12 @@ class FailingStore:
         self.documents = FailingDocuments(self._check)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count or fail."""
         return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
 
     def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
-        """Push or fail."""
         return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
-        """Keep or fail."""
         self._check(name)
         return secret
 
@@ -95,30 +87,25 @@ class FailingStore:
         return ask()
 
     def health(self) -> str:
-        """Never well."""
         return "down"
 
     async def start(self) -> None:
-        """Nothing to connect to."""
+        pass
 
     async def close(self) -> None:
-        """Nothing to close."""
+        pass
 
 
 class RecordingStore(FailingStore):
-    """A store that remembers the keys that it was asked for."""
-
     def __init__(self) -> None:
         super().__init__(failing="never")
         self.keys: list[str] = []
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count."""
         self.keys += [hit.key for hit in hits]
         return super().hit(hits, now)
 
     def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
-        """Push."""
         self.keys += [pushed.key for pushed in pushes]
         return super().push(pushes, now)
 
@@ -129,7 +116,7 @@ def make_service(
     local: MemoryStore | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> Service:
-    """A service for one bundle; `local` decides while the store is away."""
+    """A service for one bundle; `local` decides while the store is down."""
     metrics = Metrics()
     if local is None:
         local = MemoryStore(metrics)
@@ -142,12 +129,12 @@ def _make_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns, on a loop that is kept: to make one takes ten times as long as most messages."""
+    """Run a coroutine on one loop, which is reused: a new one takes ten times as long as most messages."""
     return _make_loop().run_until_complete(coroutine)
 
 
 def receive(stream: Stream, message: Message) -> Reply:
-    """Hand one message over and wait for the reply, within an event loop, as every transport does."""
+    """Pass one message to a stream and await its reply."""
 
     async def settled() -> Reply:
         reply = stream.receive(message.SerializeToString())
@@ -160,13 +147,12 @@ def receive(stream: Stream, message: Message) -> Reply:
 
 
 def decoded(reply: Reply) -> ProcessingResponse:
-    """The answer as a message."""
     assert reply.answer is not None
     return ProcessingResponse.FromString(reply.join_answer())
 
 
 def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:
-    """One whole stream; stops where the server ends it."""
+    """One stream; stops where the server ends it."""
     stream = Stream(service)
     replies = []
     try:
@@ -180,19 +166,17 @@ def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:
 
 
 def repeat(service: Service, *messages: ProcessingRequest, times: int) -> ProcessingResponse:
-    """The same stream several times; returns the last answer of the last one."""
     for _ in range(times):
         replies = exchange(service, *messages)
     return decoded(replies[-1])
 
 
 def sample(service: Service, name: str, **labels: str) -> float:
-    """A metric's value."""
     return service.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0
 
 
 def list_uncounted(service: Service, identity: str = "") -> dict[str, float]:
-    """How often a policy did not count, by reason; all policies together if none is named."""
+    """Uncounted requests of a policy, or of all, by reason."""
     found: dict[str, float] = {}
     for metric in service.metrics.uncounted.collect():
         for each in metric.samples:
@@ -202,11 +186,9 @@ def list_uncounted(service: Service, identity: str = "") -> dict[str, float]:
 
 
 def metadata_of(answer: ProcessingResponse) -> dict[str, Any]:
-    """Our namespace of an answer's dynamic metadata."""
     metadata: dict[str, Any] = MessageToDict(answer.dynamic_metadata).get("loopguard", {})
     return metadata
 
 
 def headers_of(answer: ProcessingResponse) -> dict[str, str]:
-    """An immediate response's headers."""
     return {item.header.key: item.header.raw_value.decode() for item in answer.immediate_response.headers.set_headers}

@@ -24,12 +24,12 @@ Call = tuple[str, dict[str, Any]]
 
 
 class Move(NamedTuple):
-    """What an agent does, and what its client then sends.
+    """A turn of an agent, and what its client sends.
 
     Attributes:
-        calls: of its next turn, made at once; none: it sends its history again, with a word of its user's.
-        condensed: this many turns are left, once the turn is over; all where that is -1.
-        back: this many turns are taken back before.
+        calls: tool calls made at once; none repeats the history with new words of the user.
+        condensed: number of turns that remain afterwards; -1 for all.
+        back: number of turns removed first.
     """
 
     calls: tuple[Call, ...]
@@ -38,20 +38,18 @@ class Move(NamedTuple):
 
 
 class Client:
-    """A conversation as a client keeps it; `made` counts its agent's calls."""
-
     def __init__(  # ways of clients
         self, shape: str, *, ids: str, most_turns: int = 10**9, first_turns: int = 0, seed: int = 0, first_id: int = 0
     ) -> None:
         """Start a conversation.
 
         Args:
-            shape: of the API.
-            ids: `last`, or are made `anew` for each request.
-            most_turns: this many newest ones are sent,
-            first_turns: and this many oldest ones.
-            seed: of the order of calls that were made at once, another one in each request; 0: they keep it.
-            first_id: ids are numbered from here on.
+            shape: API.
+            ids: `last`, or new ones in each request (`anew`).
+            most_turns: number of the newest turns sent,
+            first_turns: and of the oldest.
+            seed: shuffles calls that were made at once, differently in each request; 0 does not.
+            first_id: number of the first id.
         """
         self._shape = shape
         self._ids = ids
@@ -63,7 +61,6 @@ class Client:
         self.made = 0
 
     def send(self, move: Move) -> bytes:
-        """The body of the next request."""
         del self._turns[len(self._turns) - move.back :]
         if move.calls:
             self._number += 1
@@ -85,7 +82,6 @@ class Client:
 
 
 def _shuffle(value: Any, order: Random) -> None:  # noqa: ANN401  # JSON
-    """Put calls that stand side by side into another order."""
     if isinstance(value, dict):
         for item in value.values():
             _shuffle(item, order)
@@ -111,7 +107,7 @@ def _is_call(item: Any) -> bool:  # noqa: ANN401  # JSON
 
 
 def follow(client: Client, moves: Sequence[Move], ask: Asking, key: str = "session:p::s1:7f") -> list[tuple[int, int]]:
-    """How many calls were counted, and made, after each request."""
+    """Calls counted and calls made, after each request."""
     found = []
     for number, move in enumerate(moves, 1):
         standing = ask(make_request(client.send(move), number, key), 1_000 + number)
@@ -120,7 +116,6 @@ def follow(client: Client, moves: Sequence[Move], ask: Asking, key: str = "sessi
 
 
 def make_request(body: bytes, number: int, key: str = "session:p::s1:7f") -> Step:
-    """A step as the guard makes it of a body."""
     calls = read_tool_calls(Document(body))
     name = number.to_bytes(8)
     keys = (key, "sessions:p::7f")
@@ -128,7 +123,6 @@ def make_request(body: bytes, number: int, key: str = "session:p::s1:7f") -> Ste
 
 
 def in_memory() -> Asking:
-    """What a fresh store in memory says."""
     store = MemoryStore(Metrics())
 
     def ask(asked: Any, now: int) -> Standing:  # noqa: ANN401  # a question

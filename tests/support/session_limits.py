@@ -1,4 +1,4 @@
-"""Sessions with limits, asked for the next step."""
+"""Sessions with limits."""
 
 from __future__ import annotations
 
@@ -22,59 +22,55 @@ TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "
 
 
 def limited(mode: str = "enforce", session: dict[str, Any] | None = None, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
-    """A policy with these limits of sessions, and nothing beside them."""
     named = {} if session is None else {"session": session}
     spec = {"selector": ANY, "mode": mode, "limit_keys": ["header:x-team"], **named, "session_limits": limits}
     return {"id": "agents", "spec": spec}
 
 
 def turns(count: int, tool: str = "run", **more: Any) -> bytes:  # noqa: ANN401  # of a body
-    """A request whose history shows this many calls, each with arguments of its own."""
+    """A request whose history has this many calls with different arguments."""
     done = [Did(((tool, {"step": number}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
     return json.dumps({**as_chat(done), "tools": [TOOL], **more}).encode()
 
 
 def kept(count: int) -> bytes:
-    """The same calls in a request that nothing tells apart from others: its server keeps what was before."""
+    """The same calls in a request whose history is at the server."""
     done = [Did((("run", {"step": number}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
     return json.dumps({**as_responses(done), "tools": [TOOL], "previous_response_id": "r"}).encode()
 
 
 def ask(service: Service, data: bytes, session: str = "s", team: str = "t", **more: str) -> ProcessingResponse:
-    """The answer to one request."""
     named: dict[str, Any] = {"x_team": team, **({"x_session_id": session} if session else {}), **more}
     return decoded(exchange(service, headers("/v1/chat/completions", **named), body(data))[-1])
 
 
 def status(answer: ProcessingResponse) -> int:
-    """Of the refusal, 200 for none."""
     return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
 
 
 def told(answer: ProcessingResponse) -> dict[str, Any]:
-    """What the body of a refusal says about its limit."""
+    """What a refusal's body says about its limit."""
     return dict(json.loads(answer.immediate_response.body)["detail"])
 
 
 def limit_of(answer: ProcessingResponse) -> tuple[str, float, float]:
-    """Which limit refuses a request, how much of it is used and how much is allowed."""
+    """The limit that refuses a request: name, used, allowed."""
     said = told(answer)
     return said["limit"], said["used"], said["allowed"]
 
 
 def send(service: Service, bodies: Sequence[bytes], **more: str) -> list[int]:
-    """What becomes of requests, one after the other."""
     return [status(ask(service, data, **more)) for data in bodies]
 
 
 def changed(answer: ProcessingResponse) -> dict[str, Any]:
-    """The body that goes on, if it was edited; empty if not."""
+    """The edited body, empty if there is none."""
     response = answer.request_body.response
     return dict(json.loads(response.body_mutation.body)) if response.HasField("body_mutation") else {}
 
 
 def settle(service: Service, answer: ProcessingResponse, usage: Usage, status: int = 200, **named: object) -> None:
-    """The access log's entry about a request that went on; `named` replaces what it says of the session."""
+    """The access log entry of a request; `named` replaces its session's fields."""
     sessions = tuple({**each, **named} for each in json.loads(metadata_of(answer)["sessions"]))
     service.settle_entry(Entry(sessions, status, status >= 500, 0, 0, "", usage, estimated=False, refused=False))
 
@@ -86,29 +82,28 @@ Request = bytes | tuple[bytes, dict[str, str]]
 
 
 def unnamed(mode: str = "enforce", limits: dict[str, Any] | None = None, **own: Any) -> dict[str, Any]:  # noqa: ANN401  # keys
-    """A policy with limits of sessions, and these of requests without one."""
+    """A policy with session limits, and other limits for requests without a session."""
     document = limited(mode, **(limits or {"max_steps": 100}))
     document["spec"] |= {"unnamed_limits": own}
     return document
 
 
 def do(*steps: object) -> list[Did]:
-    """A turn for each, equal where these are."""
+    """A turn for each value; equal values make equal turns."""
     return [Did((("run", {"step": step}),), (f"did {step}",), number=at) for at, step in enumerate(steps, 1)]
 
 
 def write(done: Sequence[Did], writer: Any = as_chat, **more: Any) -> bytes:  # noqa: ANN401  # of turn_writers, of a body
-    """The request behind these turns, with a tool."""
     return json.dumps({**writer(done), "tools": [TOOL], **more}).encode()
 
 
 def nameless(service: Service, requests: Sequence[Request]) -> list[int]:
-    """What becomes of requests that name no session unless they say so, one after the other."""
+    """Outcomes of requests that name no session unless they say so."""
     pairs = [(request, {}) if isinstance(request, bytes) else request for request in requests]
     return [status(ask(service, data, **{"session": "", **named})) for data, named in pairs]
 
 
 def describe(service: Service) -> list[dict[str, Any]]:
-    """The sessions as reports have them."""
+    """Sessions as reports show them."""
     document = SessionDocument.merge([service.reporter.sessions.make_document(shows_callers=False)], time())
     return [describe_session(row, shows_callers=False) for row in document.rows]

@@ -1,4 +1,4 @@
-"""Requests of sessions as tables note them, and the rows that replicas make of these together."""
+"""Requests of sessions in replicas' tables, and the rows that replicas show together."""
 
 from __future__ import annotations
 
@@ -15,32 +15,28 @@ USAGE = Usage(100, 20, 30, 40)
 
 
 def name_call(number: int) -> bytes:
-    """The name of a call."""
     return number.to_bytes(8, "little")
 
 
 def _name_run(changes: dict[str, Any]) -> RunName:
-    """The name of a session; what `changes` says of it is taken out of there."""
     known = {"tenant": TENANT, "policy": "p", "mode": "enforce", "session": SESSION}
     return RunName(**{field: changes.pop(field, value) for field, value in known.items()})
 
 
 def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
-    """One request of a session."""
     name = _name_run(changes)
     fields: dict[str, Any] = {"caller": [("x-team", "red")], "model": "gpt-4o", "tools": ("search",)}
     table.note(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
 
 
 def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
-    """What became of one."""
     name = _name_run(changes)
     fields: dict[str, Any] = {"model": "gpt-4o", "status": 200, "usage": USAGE}
     table.settle(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
 
 
 def list_rows(*tables: SessionTable, since: float = 0) -> list[SessionRow]:
-    """What replicas with these tables know together, through their boards."""
+    """The rows of all replicas, read through their boards."""
     packed = {str(place): table.make_document(shows_callers=True).pack() for place, table in enumerate(tables)}
     documents = unpack_all(packed, SessionDocument)
     return merge_sessions((row for document in documents.values() for row in document.rows), since)

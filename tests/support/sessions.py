@@ -1,4 +1,4 @@
-"""Sessions of agents that are stuck."""
+"""Sessions of stuck agents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ USER = {"x_user_id": "ann"}
 
 
 def agents(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
-    """A policy for agents, with sessions by the headers that they send anyway."""
     return policy("agents", ANY, **{"similarity": "turns", "limit_keys": ["header:x-user-id"], "session": {}, **more})
 
 
@@ -34,7 +33,7 @@ def turn(number: int, done: Did = STUCK) -> bytes:
 
 
 def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse, bool]:  # noqa: ANN401  # of `headers`
-    """The answer to a request, and whether it was there without waiting for the store; all within one event loop."""
+    """The answer, and whether it came without waiting for the store."""
 
     async def exchange() -> tuple[Reply, bool]:
         stream = Stream(service)
@@ -54,11 +53,9 @@ def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse
 
 
 def send(service: Service, data: bytes, **named: Any) -> int:  # noqa: ANN401  # of `headers`
-    """What becomes of a request: the status of its refusal, or 200."""
     answer, _ = ask(service, data, **named)
     return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
 
 
 def send_all(service: Service, bodies: Sequence[bytes], **named: Any) -> list[int]:  # noqa: ANN401  # of `headers`
-    """The same for several, one after the other."""
     return [send(service, data, **named) for data in bodies]

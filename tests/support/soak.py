@@ -1,8 +1,6 @@
-"""New callers, each with a conversation, session limits and a budget: prints by how many megabytes the process has grown.
+"""Sends requests of new callers, each with session limits and a budget, and prints how many megabytes the process grows.
 
-    .venv/bin/python -m tests.support.soak 24000
-
-Eight lines, each after an eighth of the callers.
+`.venv/bin/python -m tests.support.soak 24000` prints eight lines, one for each eighth of the callers.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ _LINES = 8
 
 
 def main(callers: int) -> None:
-    """Send two requests of each caller."""
     policy = samples.budget(similarity="turns", action="steer", threshold_identical_requests=3)
     policy["spec"] |= {"session": {"idle_seconds": 3_600}, "rules": samples.rule()["spec"]["rules"]}
     serving = samples.service(samples.engine([policy]))

@@ -1,7 +1,7 @@
-"""Starts Loopguards by a fork of a process that has imported the program: imports are nine tenths of what a start costs.
+"""Starts Loopguards by fork from a process that has imported the program: imports take nine tenths of a start.
 
-Nothing but the imports is shared: a spawner is a fresh interpreter that starts no thread and opens nothing. Tests in
-`tests/doors/cli` start the command itself.
+A spawner is a fresh interpreter without threads or open files, so nothing but the imports is shared. tests/doors/cli starts the
+command itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from pathlib import Path
 
 
 class Spawner:
-    """The process that forks, as the tests see it; it ends with them."""
-
     def __init__(self) -> None:
-        """Start it."""
         command = [sys.executable, "-P", "-m", __name__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lock = threading.Lock()
 
     def ask(self, question: object) -> int | None:
-        """What `main` answers."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -42,15 +38,12 @@ class Spawner:
 
 @cache
 def _start_spawners() -> Iterator[Spawner]:
-    """Two that take turns, each with its own hashes of strings: replicas must not agree on the order of a set by chance."""
+    """Two that take turns, with different hash seeds: replicas must not agree on a set's order by accident."""
     return cycle([Spawner(), Spawner()])
 
 
 class Spawned:
-    """A process that a spawner forked, with those methods of Popen that tests use."""
-
     def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        """Run `loopguard` with these arguments; its output goes to the log."""
         self.args = arguments
         self.returncode: int | None = None
         self._spawner = next(_start_spawners())
@@ -60,13 +53,11 @@ class Spawned:
         self.pid = pid
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
         if self.returncode is None:
             self.returncode = self._spawner.ask(self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for the exit code."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -75,13 +66,12 @@ class Spawned:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def main() -> None:
-    """Answer questions of the standard input, one a line: a start with a process id, a process id with its exit code."""
+    """Answer questions on stdin, one a line: a start with a process id, a process id with its exit code."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then close the input
     from extproc.cli.commands.serve import hush_grpc

@@ -1,4 +1,4 @@
-"""Stacks before models, with a store where several replicas need one."""
+"""Stacks with a model behind them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.usage import Model
 
 @contextmanager
 def open_stack(policies: object, *arguments: str, replicas: int = 1, **options: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
-    """A stack; several replicas share a server of their own, unless the flags name another."""
+    """A stack. Several replicas share a new server unless the flags name one."""
     with ExitStack() as opened:
         alone = replicas > 1 and "--store" not in arguments
         store = ("--store", f"redis://{opened.enter_context(server()).address}") if alone else ()
@@ -29,7 +29,6 @@ def open_before_model(
     replicas: int = 1,
     **options: Any,  # noqa: ANN401  # of `stack`
 ) -> Iterator[tuple[Stack, Model]]:
-    """Envoy before a model that replies as it is told."""
     model = Model()
     try:
         with open_stack(policies, *arguments, replicas=replicas, upstream=model.address, **options) as made:
@@ -39,7 +38,7 @@ def open_before_model(
 
 
 def await_session(made: Stack, name: str, **expected: object) -> dict[str, Any]:
-    """Wait until a replica knows that the session of a header stands so; its report."""
+    """Wait until a replica reports a session in this state; its report."""
     page = f"/sessions/{hash_session('header:x-session-id', name)}"
 
     def probe() -> dict[str, Any] | None:

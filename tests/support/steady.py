@@ -1,4 +1,4 @@
-"""Services whose answers depend on what is sent alone: their stores' clocks stand, and the tests' speed decides nothing."""
+"""Services that answer by their input alone: clocks stand still, and speed decides nothing."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ _NAME = re.compile(rb"--session [0-9a-f]{16}")
 
 
 class SteadyStore(FailingStore):
-    """A store whose clock stands, and that does to questions of shadow policies what a test wants."""
+    """A store with a stopped clock that can do harm to shadow policies' questions."""
 
     def __init__(self, harm: Callable[[list[Any]], Any] | None = None, **more: Any) -> None:  # noqa: ANN401  # of FailingStore
         super().__init__(**{"failing": "never", **more})
         self._harm = harm
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:  # noqa: ARG002  # stands
-        """Count, and harm."""
         answers: list[Any] | Awaitable[list[Any]] = self._treat([hit.key for hit in hits], super().hit(hits, 1_000_000))
         return answers
 
     def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:  # noqa: ARG002  # stands
-        """Push, and harm."""
         answers: list[Kept] = self._treat([pushed.key for pushed in pushes], super().push(pushes, 1_000_000))
         return answers
 
@@ -50,7 +48,7 @@ Told = tuple[bytes, int, bytes, dict[str, Any]]
 
 
 def ask(service: Service, agent: Agent, data: bytes) -> list[Told]:
-    """What Envoy is told about one request of an agent, without names of sessions, which are random."""
+    """The answer to a request of an agent, without session names, which are random."""
     stream, told = Stream(service), []
     try:
         for message in (headers(PATHS[agent.shape], **agent.sent), body(data)):  # type: ignore[arg-type]  # of **more
@@ -74,6 +72,6 @@ async def _receive(stream: Stream, data: bytes) -> Any:  # noqa: ANN401  # a Rep
 
 
 def give_time(service: Service) -> None:
-    """Have all of the time for looking into bodies left."""
+    """Refill the budget for inspection."""
     for shadow in (False, True):
         service.budget.spend("", -9.0, shadow=shadow)

@@ -1,5 +1,3 @@
-"""Requests that are steered."""
-
 from __future__ import annotations
 
 import json
@@ -36,34 +34,30 @@ FORBIDDEN: dict[str, dict[str, Any]] = {
 
 
 def changed(answer: ProcessingResponse) -> bytes:
-    """The body that Envoy is told to send on; empty where it is told of none."""
+    """The edited body, empty if there is none."""
     data: bytes = answer.request_body.response.body_mutation.body
     return data
 
 
 def steered(answer: ProcessingResponse) -> dict[str, Any]:
-    """The same, decoded."""
     found: dict[str, Any] = json.loads(changed(answer) or b"{}")
     return found
 
 
 def set_headers(answer: ProcessingResponse) -> dict[str, str]:
-    """The headers that the upstream gets with it."""
     options = answer.request_body.response.header_mutation.set_headers
     return {option.header.key: option.header.raw_value.decode() for option in options}
 
 
 def ask(service: Service, data: bytes) -> ProcessingResponse:
-    """The last answer to a request with this body."""
     return decoded(exchange(service, headers("/v1/chat/completions"), body(data))[-1])
 
 
 def without_notes(data: bytes, caller: str = "") -> bytes:
-    """A body without the notes that this process has put into it for a caller."""
+    """A body without the notes that this process added for a caller."""
     return cut_notes(data, partial(make_marks, data, caller))
 
 
 def last_text(value: dict[str, Any]) -> str:
-    """The text of the newest message."""
     text: str = value["messages"][-1]["content"]
     return text

@@ -1,5 +1,3 @@
-"""Requests over HTTP/2, spoken to Envoy without asking first."""
-
 from __future__ import annotations
 
 import h2.connection
@@ -9,7 +7,7 @@ from tests.support.harness import Stack
 
 
 def over_http2(made: Stack, path: str, headers: dict[str, str], *, trailers: bool = False) -> tuple[str, bytes]:
-    """Status and body of one GET over HTTP/2, spoken to Envoy without asking first."""
+    """Status and body of one GET over HTTP/2 with prior knowledge."""
     http = h2.connection.H2Connection()
     http.initiate_connection()
     lines = {":method": "GET", ":path": path, ":authority": "h", ":scheme": "http", **headers}

@@ -1,5 +1,3 @@
-"""JSON Web Tokens that a test signs itself."""
-
 from __future__ import annotations
 
 import base64
@@ -12,7 +10,6 @@ SECRET = b"a key that only this test knows, and long enough for HS256"
 
 
 def encode(data: bytes) -> str:
-    """As tokens have it."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
@@ -21,7 +18,6 @@ KEY = {"kty": "oct", "alg": "HS256", "kid": "k", "k": encode(SECRET)}
 
 
 def sign(key: bytes = SECRET, **claims: Any) -> dict[str, str]:  # noqa: ANN401  # whatever a claim holds
-    """An authorization header with a signed token."""
     payload = {"exp": 4_000_000_000, **claims}
     parts = [encode(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "k"}, payload)]
     signature = hmac.new(key, ".".join(parts).encode(), hashlib.sha256).digest()

@@ -1,4 +1,4 @@
-"""What a service tells of single requests: each has a caller of its own, so no request knows of another."""
+"""What a service tells of single requests. Each has a new caller, so no request knows of another."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _RULES = {
 
 
 class Told(NamedTuple):
-    """What came of a request.
+    """Outcome of a request.
 
     Attributes:
-        action: `allow`, unless something was done.
-        count: how often something repeats.
-        tool: the tools of the loop, separated by spaces.
-        what: what repeats, as the model reads it; empty where it reads nothing.
-        more: what else it reads.
+        action: `allow` if nothing was done.
+        count: number of repetitions.
+        tool: tools of the loop, separated by spaces.
+        what: what repeats, in the note's words; empty without a note.
+        more: the rest of the note.
         fingerprint: of what was compared.
     """
 
@@ -56,12 +56,10 @@ class Told(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """By which rule something repeats; empty where the model reads nothing."""
         return next((rule for words, rule in _RULES.items() if words in self.what), "")
 
 
 def read_told(answer: ProcessingResponse) -> Told:
-    """What an answer tells."""
     told = metadata_of(answer)
     changed = answer.request_body.response.body_mutation.body
     text = json.loads(f'"{_find_note(changed)}"')
@@ -84,47 +82,41 @@ def _serve(policy_keys: str) -> Service:
 
 
 def serve(**keys: Any) -> Service:  # noqa: ANN401  # of `policy`
-    """A service with one detector, `turns` unless another is named. It is shared, but knows nothing of new callers."""
+    """A service with one detector, `turns` by default. It is shared, since each caller is new."""
     return _serve(json.dumps({"similarity": "turns", **({"incidents": False} if "similarity" not in keys else {}), **keys}))
 
 
 def send(service: Service, value: object, caller: str = "", **named: Any) -> ProcessingResponse:  # noqa: ANN401  # of `headers`
-    """The answer to a request of a caller, a new one unless it is named; `named`: more headers."""
     sent = headers(PATH, x_caller=caller or f"caller {next(_CALLERS)}", **named)
     return decoded(exchange(service, sent, body(encoded(value)))[-1])
 
 
 def tell(value: object, **keys: Any) -> Told:  # noqa: ANN401  # of `policy`
-    """What a detector makes of one request."""
     return read_told(send(serve(**keys), value))
 
 
 def tell_all(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401  # of `policy`
-    """The same of the requests of one caller, in order."""
     caller = f"caller {next(_CALLERS)}"
     return [read_told(send(serve(**keys), value, caller)) for value in values]
 
 
 def tell_session(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401  # of `policy`
-    """The same of the requests of one session, which has a name."""
     caller = f"caller {next(_CALLERS)}"
     return [read_told(send(serve(session={}, **keys), value, caller, session_id="s")) for value in values]
 
 
 def is_loop(value: object, **keys: Any) -> bool:  # noqa: ANN401  # of `policy`
-    """Whether anything is done about a request."""
     return tell(value, **keys).action != "allow"
 
 
 def find_strength(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `policy`
-    """How strong the loop is that a request shows; empty where it shows none."""
     service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
     send(service, value)
     return _find_label(service.metrics.detections, "strength")
 
 
 def find_reason(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `policy`
-    """Why a detector does not count a request; empty where it does."""
+    """Why a detector does not count a request; empty if it does."""
     service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
     send(service, value)
     return _find_label(service.metrics.uncounted, "reason")

@@ -1,10 +1,10 @@
-"""Results of the tools that agents use, each with its kind of failure.
+"""Results of agents' tools, each with its kind of failure.
 
-They were written by hand before the rule for failures was read; the last 63, from `swift` on, when it first stood. Of what it
-called errors among those, 81 % were errors, and it found 79 % of them. What both showed was then mended.
+They were written by hand before the rule for failures was read; the last 63, from `swift` on, when it first stood.
+Of those, 81 % of what it called errors were errors, and it found 79 % of the errors. The mistakes were then fixed.
 
-In `tool_results.txt`, a line `%%% kind tool` stands before each result: `none`, `fatal`, `transient` or `missing`, as
-`extproc.detectors.failures` explains them. What only shows failures of others (sources, logs, lists) is `none`.
+In `tool_results.txt`, a line `%%% kind tool` precedes each result; `extproc.detectors.failures` explains the kinds.
+Results that only quote failures of others (sources, logs, lists) are `none`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A request's way: which functions one request passes through, in their order, as Markdown.
+"""The functions that one request passes through, in order, as Markdown.
 
-    .venv/bin/python -m tests.support.trace            every request
-    .venv/bin/python -m tests.support.trace turns      one of them
-
-It traces the sources; of compiled code, no function says when it is called.
+`python -m tests.support.trace turns` prints one kind of request, without a name all. It traces the sources: compiled functions
+do not report calls.
 """
 
 from __future__ import annotations
@@ -38,18 +36,16 @@ REQUESTS: dict[str, Request] = {
 
 
 class Way:
-    """What one request has passed through: (module, function) by first call, modules as paths below the package."""
+    """Functions by first call, as (module, function); modules are paths below the package."""
 
     def __init__(self) -> None:
         self.functions: dict[tuple[str, str], None] = {}
 
     @property
     def modules(self) -> list[str]:
-        """In the order in which the request meets them."""
         return list(dict.fromkeys(module for module, _ in self.functions))
 
     def watch(self, frame: FrameType, event: str, _argument: object) -> None:
-        """Take a call; for `sys.setprofile`."""
         code = frame.f_code
         file = Path(code.co_filename)
         if event == "call" and code.co_name not in _INLINE and file.is_relative_to(ROOT):
@@ -58,7 +54,6 @@ class Way:
                 self.functions[module, code.co_qualname] = None
 
     def write(self) -> str:
-        """As Markdown: rooms, their modules and the functions in there, each numbered by its first call."""
         numbers = {function: number for number, function in enumerate(self.functions, 1)}
         lines = []
         for room in dict.fromkeys(module.partition("/")[0] for module in self.modules):
@@ -70,7 +65,6 @@ class Way:
 
 
 def describe(module: str, function: str) -> str:
-    """The first line of a function's docstring, behind a colon; empty where it has none."""
     found = sys.modules[f"extproc.{module.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__")]
     try:
         words = attrgetter(function)(found).__doc__
@@ -80,7 +74,7 @@ def describe(module: str, function: str) -> str:
 
 
 def trace(policy: dict[str, Any], write_body: Callable[[int], bytes]) -> Way:
-    """The way of a client's third request, for which everything is warm; raises RuntimeError if it was not let through."""
+    """The way of a client's third request, when all caches are warm. Raises RuntimeError if it was refused."""
     serving = samples.service(samples.engine([policy]))
     for number in range(2):
         samples.process(serving, make_messages(write_body(number)))
@@ -94,12 +88,10 @@ def trace(policy: dict[str, Any], write_body: Callable[[int], bytes]) -> Way:
 
 
 def make_messages(body: bytes) -> list[bytes]:
-    """What Envoy sends of a request."""
     return [samples.headers_message(length=len(body)), samples.body_message(body)]
 
 
 def main(names: list[str]) -> None:
-    """Print the way of each request that is named, or of all."""
     for name in names or REQUESTS:
         way = trace(*REQUESTS[name])
         print(f"# `{name}`: {len(way.functions)} functions in {len(way.modules)} modules")

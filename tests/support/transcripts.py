@@ -1,4 +1,4 @@
-"""Transcripts and logs of agents in every format that `loopguard scan` reads, written from what the agents did."""
+"""Transcripts and logs of agents, in every format of `loopguard scan`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class AgentSession(NamedTuple):
     """A conversation of an agent.
 
     Attributes:
-        turns: what it did.
-        name: of the session.
-        begins: when its first call was answered.
-        seconds: from one call to the next.
-        project: the folder that it works in.
-        agent: its name, where a format has it.
-        model: that it calls.
-        side: the id of a sub-agent; empty for the main one.
-        prompt: tokens of its first prompt.
+        turns: its turns.
+        name: session name.
+        begins: time of the first answer.
+        seconds: between calls.
+        project: folder of the work.
+        agent: name, where a format has it.
+        model: called model.
+        side: id of a sub-agent; empty for the main one.
+        prompt: tokens of the first prompt.
     """
 
     turns: Sequence[Did]
@@ -41,20 +41,17 @@ class AgentSession(NamedTuple):
     prompt: int = 9_000
 
     def tell_time(self, number: int) -> datetime:
-        """When the call with this number, from 1 on, was answered."""
         return self.begins + timedelta(seconds=self.seconds * (number - 1))
 
     def count_tokens(self, number: int) -> tuple[int, int, int, int]:
-        """Tokens of a call: fresh, output, read from a cache, and written to it."""
+        """Tokens of a call: fresh, output, read from a cache, written to it."""
         return 300, 90, self.prompt + 400 * number, 400
 
     def add_tokens(self, first: int, last: int) -> int:
-        """All tokens of the calls from one number to another."""
         return sum(sum(self.count_tokens(number)) for number in range(first, last + 1))
 
     @property
     def calls(self) -> int:
-        """The number of model calls, whose answers the turns are."""
         return len(self.turns)
 
 
@@ -65,7 +62,7 @@ Lines = list[Json]
 
 
 def write_claude_code(session: AgentSession) -> Lines:
-    """Lines of Claude Code: one for each block of an answer, results in between."""
+    """Claude Code writes a line for each block of an answer, with results between them."""
     lines: Lines = [
         {"type": "queue-operation", "operation": "enqueue", "sessionId": session.name},
         {"type": "file-history-snapshot", "messageId": "m", "snapshot": {}, "isSnapshotUpdate": False},
@@ -109,7 +106,6 @@ def write_claude_code(session: AgentSession) -> Lines:
 
 
 def write_codex(session: AgentSession) -> Lines:
-    """Lines of a Codex rollout."""
     meta = {"id": session.name, "cwd": session.project, "originator": "codex_exec", "cli_version": "0.169.0"}
     if session.side:
         meta["parent_thread_id"] = session.side
@@ -134,7 +130,7 @@ def write_codex(session: AgentSession) -> Lines:
 
 
 def copy_claude_code(parent: AgentSession, session: AgentSession, calls: int) -> Lines:
-    """A session that has copies of this many calls of its parent: the same lines with another session id."""
+    """A session that starts with copies of its parent's calls, under its own session id."""
     copied = _take_calls(write_claude_code(parent), calls, lambda line: line.get("message", {}).get("id"))
     own = write_claude_code(session)
     rest = own[len(_take_calls(own, calls, lambda line: line.get("message", {}).get("id"))) :]
@@ -142,7 +138,7 @@ def copy_claude_code(parent: AgentSession, session: AgentSession, calls: int) ->
 
 
 def fork_codex(parent: AgentSession, session: AgentSession, calls: int) -> Lines:
-    """A rollout that has copies of this many calls of its parent: its own head, then all lines with the time of the fork."""
+    """A rollout that starts with copies of its parent's calls: its own head, then all lines at the time of the fork."""
     if not calls:
         return write_codex(session)
     copied = _take_calls(write_codex(parent), calls, _find_codex_answer)
@@ -152,7 +148,6 @@ def fork_codex(parent: AgentSession, session: AgentSession, calls: int) -> Lines
 
 
 def _take_calls(lines: Lines, calls: int, find_answer: Callable[[Json], object]) -> Lines:
-    """The lines before the first of the next call."""
     answers = list(dict.fromkeys(answer for line in lines if (answer := find_answer(line)) is not None))
     if len(answers) <= calls:
         return lines
@@ -160,7 +155,6 @@ def _take_calls(lines: Lines, calls: int, find_answer: Callable[[Json], object])
 
 
 def _find_codex_answer(line: Json) -> object:
-    """The time of a line that the model has made."""
     return line["timestamp"] if line["payload"].get("type") in {"reasoning", "function_call"} else None
 
 
@@ -184,7 +178,7 @@ def _count_codex(session: AgentSession, number: int) -> Json:
 
 
 def write_gemini_cli(session: AgentSession) -> Lines:
-    """Lines of Gemini CLI: each answer is written as it comes, and again with its results."""
+    """Gemini CLI writes each answer as it comes, and again with its results."""
     about = {"sessionId": session.name, "projectHash": "ab12", "startTime": write_time(session.begins), "kind": "main"}
     lines: Lines = [about, {"id": "u0", "type": "user", "content": "Fix it.", "timestamp": write_time(session.begins)}]
     contents = as_gemini(session.turns)["contents"][1:]
@@ -216,7 +210,6 @@ def write_gemini_cli(session: AgentSession) -> Lines:
 
 
 def write_atif(session: AgentSession) -> Json:
-    """A trajectory."""
     trajectory = as_atif(session.turns)
     number = 0
     for step in trajectory["steps"]:
@@ -277,7 +270,6 @@ _USAGE: dict[str, Callable[[int, int, int, int], Json]] = {
 
 
 def write_requests(session: AgentSession, api: str) -> Lines:
-    """A line for each request, with its response's usage."""
     path = f"/v1beta/models/{session.model}:generateContent" if api == "gemini" else "/"
     return [
         {
@@ -292,9 +284,9 @@ def write_requests(session: AgentSession, api: str) -> Lines:
 
 
 def write_otlp(session: AgentSession, way: str = "messages") -> Lines:
-    """A line for each span of a model call, as the collector's file exporter writes them.
+    """Spans of model calls, as the collector's file exporter writes them.
 
-    `way`: how messages are written: `messages`, `structured`, `events`, `numbered` or `openinference`.
+    `way` is the form of messages: `messages`, `structured`, `events`, `numbered` or `openinference`.
     """
     return [_write_span(session, number, way) for number in range(1, session.calls + 1)]
 
@@ -343,7 +335,6 @@ def _write_span(session: AgentSession, number: int, way: str) -> Json:
 
 
 def _write_parts(chat: Iterable[Json]) -> list[Json]:
-    """Messages by the GenAI semantic conventions."""
     written = []
     for message in chat:
         if message["role"] == "tool":
@@ -365,7 +356,6 @@ def _write_parts(chat: Iterable[Json]) -> list[Json]:
 
 
 def _flatten(message: Json) -> Json:
-    """A message as attributes of an event."""
     flat = {"content": _join(message["content"]), "id": message.get("tool_call_id")}
     if "tool_calls" in message:
         flat["tool_calls"] = json.dumps(message["tool_calls"])
@@ -373,7 +363,6 @@ def _flatten(message: Json) -> Json:
 
 
 def _number(message: Json, *, openinference: bool) -> Json:
-    """A message as numbered attributes."""
     found = {"role": message["role"], "content": _join(message["content"]), "tool_call_id": message.get("tool_call_id")}
     inner = ("tool_call.", "tool_call.function.") if openinference else ("", "")
     for place, call in enumerate(message.get("tool_calls", ())):
@@ -423,12 +412,10 @@ def hash_name(name: str, number: int) -> int:
 
 
 def write_time(moment: datetime) -> str:
-    """As agents write it."""
     return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
 def write_lines(file: Path, lines: Iterable[Json]) -> Path:
-    """Write a file of JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
     return file

@@ -1,4 +1,4 @@
-"""Transports in this process, and what runs them."""
+"""Transports in this process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ TRANSPORTS: dict[str, Callable[[Service, Health], Transport]] = {"fast": FastSer
 
 
 class Running:
-    """A transport that listens, and a client for it."""
-
     def __init__(self, server: Transport, service: Service, health: Health, channel: grpc.aio.Channel, where: str) -> None:
         self.server = server
         self.service = service
@@ -34,11 +32,9 @@ class Running:
         self.where = where
 
     def process(self, **more: Any) -> Any:  # noqa: ANN401  # grpc is untyped
-        """An ext_proc call."""
         return self.channel.stream_stream(f"/{EXT_PROC}/Process")(timeout=PATIENCE, **more)
 
     def check(self, service: str = "") -> Any:  # noqa: ANN401  # grpc is untyped
-        """A health check."""
         call = self.channel.unary_unary(
             f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
         )
@@ -47,7 +43,6 @@ class Running:
 
 @asynccontextmanager
 async def open_running(name: str, service: Service) -> AsyncIterator[Running]:
-    """A transport that serves, and a channel to it."""
     health = Health()
     server = TRANSPORTS[name](service, health)
     where = await server.start(parse_address("127.0.0.1:0"))
@@ -63,7 +58,6 @@ Run = Callable[[Service, Callable[[Running], Awaitable[None]]], None]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what does not announce itself."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110  # what is waited for knows no events
             await asyncio.sleep(0.01)

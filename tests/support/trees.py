@@ -1,4 +1,4 @@
-"""The rules of trees of agents, read plainly, and moves that try them."""
+"""A plain model of trees of agents, and moves to try it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ def ask_in_tree(
     session: Limits = NO_STEP_LIMIT,
     **changes: Any,  # noqa: ANN401  # Step's own fields
 ) -> Step:
-    """A request of an agent, by its number and that of its parent."""
+    """A request of an agent, by its number and its parent's."""
     tree = TreeStep("tree:p::s1:7f", limits, name(agent), name(parent))
     return make_step(number, session, tree=tree, **changes)
 
 
 class Told(NamedTuple):
-    """What a request is told of its session and its tree."""
-
     limit: str
     used: int
     allowed: int
@@ -45,7 +43,6 @@ class Told(NamedTuple):
 
 
 def tell_tree(standing: Standing) -> Told:
-    """An answer, as far as it is about agents."""
     tree = standing.tree
     assert tree is not None
     refused = LIMITS[standing.limit], standing.used, standing.allowed
@@ -53,8 +50,6 @@ def tell_tree(standing: Standing) -> Told:
 
 
 class PlainTree:
-    """One session and its agents."""
-
     def __init__(self) -> None:
         self._began = self._last = -(10**9)
         self._forget()
@@ -65,7 +60,6 @@ class PlainTree:
         self._agents: dict[bytes, tuple[int, int, int]] = {}  # depth, first, last
 
     def ask(self, asked: Step, now: int) -> Told:
-        """One request."""
         if abs(now - self._last) >= asked.limits.idle_ms:
             self._began = self._last = now
             self._forget()
@@ -93,7 +87,6 @@ class PlainTree:
         return Told(*verdict, self._steps, self._blocks, self._row, (self._begun, self._refused, depth, begins))
 
     def _meet(self, tree: TreeStep, now: int) -> int:
-        """The depth of an agent that is known, which is the newest now; 0 for another one."""
         known = self._agents.pop(tree.agent, None)
         if known is None:
             return 0
@@ -147,7 +140,7 @@ def play_tree(
     limits: Sequence[AgentLimits],
     ask: Callable[[Step, int], Told],
 ) -> list[Told]:
-    """What requests are told. The limits take turns, as when grants are given and end."""
+    """Answers to requests. Limits alternate, as grants come and go."""
     told, now, newest = [], 1_000_000, dict.fromkeys(range(10), 0)
     for number, (agent, parent, move, gap) in enumerate(moves, 1):
         now += gap

@@ -1,4 +1,4 @@
-"""Conversations of agents, written as each API has them on the wire, from what they mean."""
+"""Conversations of agents, as each API writes them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 
 class Did(NamedTuple):
-    """A turn by what it means: two are equal when `calls`, `results` and `user` are.
+    """A turn. Two are equal if `calls`, `results` and `user` are.
 
     Attributes:
-        calls: tools and their arguments, made at once.
-        results: what each brought back; fewer where some never came.
-        user: what the user says after the results; empty for nothing.
-        thought: never the same twice.
-        number: of the turn in ids and the like; 0: as it stands in the request.
+        calls: tools and arguments, called at once.
+        results: result of each call; fewer where some are missing.
+        user: the user's words after the results.
+        thought: different in every turn.
+        number: used in ids; 0 for the turn's place in the request.
     """
 
     calls: tuple[tuple[str, dict[str, Any]], ...]
@@ -42,7 +42,6 @@ def _numbered(turns: Sequence[Did]) -> list[tuple[int, Did]]:
 
 
 def as_chat(turns: Sequence[Did]) -> dict[str, Any]:
-    """OpenAI's chat completions."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}]
     for number, turn in _numbered(turns):
         calls = [
@@ -59,7 +58,6 @@ def as_chat(turns: Sequence[Did]) -> dict[str, Any]:
 
 
 def as_ollama(turns: Sequence[Did]) -> dict[str, Any]:
-    """Ollama's chat: arguments are objects, and nothing has an id."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
     for _, turn in _numbered(turns):
         calls = [{"function": {"name": name, "arguments": given}} for name, given in turn.calls]
@@ -71,7 +69,6 @@ def as_ollama(turns: Sequence[Did]) -> dict[str, Any]:
 
 
 def as_responses(turns: Sequence[Did]) -> dict[str, Any]:
-    """OpenAI's Responses."""
     items: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "input_text", "text": "Fix it."}]}]
     for number, turn in _numbered(turns):
         items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "encrypted_content": turn.thought})
@@ -98,7 +95,7 @@ def as_responses(turns: Sequence[Did]) -> dict[str, Any]:
 
 
 def as_anthropic(turns: Sequence[Did]) -> dict[str, Any]:
-    """Anthropic's messages, with what Claude Code injects beside results."""
+    """Anthropic's messages, with the reminders that Claude Code adds to results."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
     for number, turn in _numbered(turns):
         blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": turn.thought, "signature": f"s{number}"}]
@@ -121,7 +118,7 @@ def as_anthropic(turns: Sequence[Did]) -> dict[str, Any]:
 
 
 def as_gemini(turns: Sequence[Did]) -> dict[str, Any]:
-    """Gemini's generateContent, which connects results with calls by their order."""
+    """Gemini's generateContent, which matches results to calls by order."""
     contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "Fix it."}]}]
     for number, turn in _numbered(turns):
         parts: list[dict[str, Any]] = [{"text": turn.thought, "thought": True, "thoughtSignature": f"s{number}"}]
@@ -138,7 +135,6 @@ def as_gemini(turns: Sequence[Did]) -> dict[str, Any]:
 
 
 def as_bedrock(turns: Sequence[Did]) -> dict[str, Any]:
-    """Bedrock's Converse."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": [{"text": "Fix it."}]}]
     for number, turn in _numbered(turns):
         blocks: list[dict[str, Any]] = [{"reasoningContent": {"reasoningText": {"text": turn.thought}}}]
@@ -178,7 +174,6 @@ PATHS = {
 
 
 def _command(turn: Did) -> str:
-    """The one command of a text action."""
     name, given = turn.calls[0]
     return " ".join([name, *[f"--{key}={json.dumps(value)}" for key, value in given.items()]])
 
@@ -270,7 +265,7 @@ STYLES: dict[str, Callable[[Did], str]] = {
 
 
 def as_text(turns: Sequence[Did], style: Callable[[Did], str]) -> dict[str, Any]:
-    """A chat in which actions are texts, and what comes back is said by the user."""
+    """A chat whose actions are text, and whose results are the user's messages."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}]
     for turn in turns:
         messages.append({"role": "assistant", "content": style(turn)})
@@ -280,7 +275,7 @@ def as_text(turns: Sequence[Did], style: Callable[[Did], str]) -> dict[str, Any]
 
 
 def as_observed(turns: Sequence[Did]) -> dict[str, Any]:
-    """Tools are called with thoughts among their arguments, and what comes back is said by the user, as browser agents do."""
+    """Tool calls have thoughts among their arguments, and results are the user's messages, as browser agents do."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Browse."}, {"role": "user", "content": "Find it."}]
     for number, turn in _numbered(turns):
         state = {"evaluation_previous_goal": turn.thought, "memory": turn.thought, "next_goal": turn.thought}

@@ -1,4 +1,4 @@
-"""Uploads in every form that HTTP has: with a length or in chunks, with trailers or without, over HTTP/1.1 or HTTP/2."""
+"""Uploads in every form of HTTP: with a length or in chunks, with trailers or without, over HTTP/1.1 or HTTP/2."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _FRAME = 16_384
 
 
 class Upload(NamedTuple):
-    """A request, and how its body is sent.
+    """A request.
 
     Attributes:
         body: all of it.
-        http2: over HTTP/2, without asking first.
-        length: its length is told beforehand.
+        http2: with prior knowledge.
+        length: the length is declared.
         trailers: it ends with trailers.
-        pieces: it is sent in this many.
-        pause: is called before each of them.
+        pieces: number of pieces.
+        pause: called before each piece.
     """
 
     path: str
@@ -40,13 +40,12 @@ class Upload(NamedTuple):
     headers: Mapping[str, str] = {}
 
     def cut(self) -> list[bytes]:
-        """The pieces."""
         size = max(1, -(-len(self.body) // self.pieces))
         return [self.body[start : start + size] for start in range(0, len(self.body), size)]
 
 
 def send(port: int, upload: Upload) -> Answer:
-    """Send it to a port on loopback on a connection of its own; a status of 0 stands for a stream that was reset."""
+    """Send an upload to a port on a new connection. Status 0 is a reset stream."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each piece waits 40 ms for the one before
         return _send_http2(connection, upload) if upload.http2 else _send_http1(connection, upload)
@@ -83,8 +82,6 @@ def _send_http1(connection: socket.socket, upload: Upload) -> Answer:
 
 
 class _Http2:
-    """One request on one connection."""
-
     def __init__(self, connection: socket.socket, upload: Upload) -> None:
         self._connection = connection
         self._upload = upload
@@ -124,7 +121,6 @@ class _Http2:
             self._sent = True
 
     def _take(self, events: Sequence[h2.events.Event]) -> bool:
-        """Whether the response is over."""
         for event in events:
             match event:
                 case h2.events.ResponseReceived():

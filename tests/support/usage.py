@@ -1,4 +1,4 @@
-"""Answers of models, as they are told and streamed."""
+"""Models' answers, whole and streamed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EVENTS = "text/event-stream; charset=utf-8"
 
 
 class Reply(NamedTuple):
-    """What the model answers.
+    """A model's answer.
 
     Attributes:
-        parts: written one after the other; a function is called in between, and what it returns is written.
-        kind: the content type; empty for none.
-        whole: its length is told beforehand; else it comes in chunks.
-        cut: the connection is closed where more was promised.
-        before: called before anything is written.
+        parts: written in order; a function is called, and its result written.
+        kind: content type, empty for none.
+        whole: with content-length, else in chunks.
+        cut: the connection closes before the end.
+        before: called first.
     """
 
     parts: Sequence[bytes | Callable[[], bytes]]
@@ -38,7 +38,6 @@ class Reply(NamedTuple):
 
 
 def hang_up() -> bytes:
-    """The model closes the connection."""
     raise ConnectionAbortedError
 
 
@@ -47,10 +46,9 @@ HUNG_UP = Reply([hang_up], cut=True, headers={"content-length": "5"})
 
 
 class Model:
-    """An upstream that answers as it is told, and keeps the newest request's body and accepted encodings."""
+    """An upstream that answers as told, and keeps the newest request's body and accepted encodings."""
 
     def __init__(self) -> None:
-        """Listen, in threads of this process."""
         self.reply = Reply([b"{}"])
         self.encodings: str | None = None
         self.body = b""
@@ -89,30 +87,26 @@ class Model:
             daemon_threads = True
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Clients hang up as they please."""
+                pass
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
 
 
 def whole(**answer: Any) -> Reply:  # noqa: ANN401  # JSON
-    """An answer in one document."""
     return Reply([json.dumps({"id": "1", "text": "a" * 2_000, **answer}).encode()])
 
 
 def stream(*events: Mapping[str, Any] | str, named: bool = False, **more: Any) -> Reply:  # noqa: ANN401  # see `Reply`
-    """An answer in events."""
     return Reply([write_event(event, named=named) for event in events], EVENTS, **more)
 
 
 def write_event(event: Mapping[str, Any] | str, *, named: bool = False) -> bytes:
-    """One event, with its type before it where the API has that."""
     if isinstance(event, str):
         return f"data: {event}\n\n".encode()
     head = f"event: {event['type']}\n" if named else ""
@@ -247,7 +241,7 @@ PRICES = {
 
 
 def price(model: str, usage: Usage) -> Decimal:
-    """What a provider would ask, by its list."""
+    """The price by the provider's list."""
     rates: Any = next(rates for name, rates in PRICES.items() if model.startswith(name.rstrip("*")))
     listed = [Decimal(str(rates.get(name, rates["input"]))) for name in ("input", "output", "cache_read", "cache_write")]
     return sum((rate * tokens / 10**6 for rate, tokens in zip(listed, usage, strict=True)), Decimal())

@@ -1,4 +1,4 @@
-"""The SDKs' own types, which say whether a body is a request."""
+"""Checks of bodies by the SDKs' own types."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from pydantic import TypeAdapter
 
 @cache
 def _adapt(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401  # any type
-    """What validates a type; it takes long to make."""
     return TypeAdapter(kind)
 
 
 def validate_chat(body: Mapping[str, Any]) -> None:
-    """As the SDK's types have it."""
     from openai.types.chat import ChatCompletionContentPartTextParam, ChatCompletionMessageParam
 
     _adapt(list[ChatCompletionMessageParam]).validate_python(body["messages"])
@@ -25,14 +23,12 @@ def validate_chat(body: Mapping[str, Any]) -> None:
 
 
 def validate_responses(body: Mapping[str, Any]) -> None:
-    """The same for Responses."""
     from openai.types.responses import ResponseInputParam
 
     _adapt(ResponseInputParam).validate_python(body["input"])
 
 
 def validate_anthropic(body: Mapping[str, Any]) -> None:
-    """The same for Anthropic's messages."""
     from anthropic.types import ImageBlockParam, MessageParam, TextBlockParam, ToolResultBlockParam
 
     _adapt(list[MessageParam]).validate_python(body["messages"])
@@ -43,7 +39,6 @@ def validate_anthropic(body: Mapping[str, Any]) -> None:
 
 
 def validate_gemini(body: Mapping[str, Any]) -> None:
-    """The same for Gemini's contents."""
     from google.genai.types import Content
 
     _adapt(list[Content]).validate_python(body["contents"])
@@ -57,7 +52,6 @@ def _load_converse() -> Any:  # noqa: ANN401  # botocore has no types
 
 
 def validate_bedrock(body: Mapping[str, Any]) -> None:
-    """By botocore's own model of the API."""
     from botocore.validate import ParamValidator
 
     shape = _load_converse()

@@ -1,6 +1,6 @@
-"""Conversations of all kinds, and whether their verdicts are those of the slow statement of the rules in `verdicts.py`.
+"""Random conversations, judged by the engine and by the plain rules in `verdicts.py`.
 
-By hand, for as many as one likes: `python -m tests.support.verdict_fuzzer --count 100000 --seed 1`.
+`python -m tests.support.verdict_fuzzer --count 100000 --seed 1` tries many.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ SHAPES: Final = ["chat", "anthropic", "responses", "fence", "react"]
 
 
 def make_detector(rules: Rules) -> Detector:
-    """The detector of a policy with these settings."""
     (action, threshold), *later = rules.ladder
     loop = LoopDetection.model_validate(
         {
@@ -71,12 +70,11 @@ def make_detector(rules: Rules) -> Detector:
 
 
 def act(detector: Detector, found: Repeat | None) -> str:
-    """What is done about a request."""
     return detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, found).action.value
 
 
 def look(detector: Detector, body: bytes) -> str:
-    """The same of a request that is seen alone."""
+    """The action on a request that is seen alone."""
     return act(detector, detector.similarity.compare(Document(body))[1])
 
 
@@ -85,22 +83,19 @@ PATIENT_DETECTORS = [make_detector(rules) for rules in PATIENT]
 
 
 class OtherVerdictError(AssertionError):
-    """A verdict is not that of the second statement."""
-
     def __init__(self, found: str, expected: str, rules: Rules, shape: str, turns: Sequence[Turn]) -> None:
         told = "\n".join(map(str, turns))
         super().__init__(f"found {found}, expected {expected}, by {rules}, written as {shape}, of these turns:\n{told}")
 
 
 def compare(found: str, rules: Rules, shape: str, turns: Sequence[Turn]) -> None:
-    """See that a verdict is right."""
     expected = judge(turns, rules)
     if found != expected:
         raise OtherVerdictError(found, expected, rules, shape, turns)
 
 
 def try_alone(dice: Random) -> None:
-    """One conversation, at a few of its requests."""
+    """One conversation, judged at some of its requests."""
     turns = MadeUp(dice).conversation()
     place = dice.randrange(len(RULES))
     rules, shape = RULES[place], dice.choice(SHAPES)
@@ -110,7 +105,7 @@ def try_alone(dice: Random) -> None:
 
 
 def try_tools(dice: Random) -> None:
-    """One conversation with a policy that has thresholds for tools."""
+    """One conversation under a policy with thresholds for tools."""
     place = dice.randrange(len(PATIENT))
     rules, shape = PATIENT[place], dice.choice(["chat", "anthropic", "responses"])
     turns = MadeUp(dice).conversation(most=90, around=[threshold for _, threshold in rules.tools])
@@ -120,7 +115,7 @@ def try_tools(dice: Random) -> None:
 
 
 def follow(turns: Sequence[Turn], detector: Detector, shape: str, *, offers: bool, chained: bool) -> list[str]:
-    """What is done about each request of a conversation that shows two results at most; the store knows the others."""
+    """Actions on a conversation whose requests show two results at most; the store knows the others."""
     similarity, model, ring = detector.similarity, Model(), None
     assert isinstance(similarity, Turns)
     kept: Ring | None = ring
@@ -139,7 +134,7 @@ def follow(turns: Sequence[Turn], detector: Detector, shape: str, *, offers: boo
 
 
 def try_remembered(dice: Random, *, chained: bool) -> None:
-    """One conversation, request by request."""
+    """One conversation, judged at every request."""
     turns = MadeUp(dice).conversation(most=30)
     place = dice.randrange(len(RULES))
     rules, shape = RULES[place], dice.choice(["chat", "anthropic", "responses"])
@@ -162,7 +157,6 @@ _PROGRESS_SECONDS: Final = 20
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try conversations; 1 at the first whose verdict is another."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.verdict_fuzzer", description=__doc__)
     parser.add_argument("--count", type=int, default=1_000, help="conversations to try")
     parser.add_argument(

@@ -1,7 +1,6 @@
-"""The whole rule of `turns` once more, slow and obvious, on what turns mean; and conversations to try it on.
+"""The rule of `turns` once more, slow and obvious, and random conversations to compare.
 
-Nothing here is taken from the engine: no hashes, no laziness, no text is looked into. What a result is worth is known because
-it was made up so.
+It shares nothing with the engine: no hashes, no caches, no texts. Each result's worth is known, because it was made up.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What an agent does and what comes of it.
+    """A turn of an agent.
 
     Attributes:
-        tool: that it calls; empty where it only speaks.
-        argument: of the tool, or what it says.
-        result: what comes back, or what the user says to it.
-        worth: of that, as in RESULTS.
+        tool: called tool; empty for mere speech.
+        argument: of the tool, or what the agent says.
+        result: of the tool, or what the user answers.
+        worth: of the result, as in RESULTS.
     """
 
     tool: str
@@ -63,23 +62,21 @@ class Turn:
 
     @property
     def action(self) -> tuple[str, str]:
-        """All that it does."""
         return self.tool, self.argument
 
     @property
     def failed(self) -> bool:
-        """An error comes back."""
         return "fatal" in self.worth or self.worth in {"passing", "missing"}
 
     @property
     def kind(self) -> str:
-        """What comes back without numbers that count nothing."""
+        """The result without numbers that count nothing."""
         counts = "tests failed" in self.result
         return self.result if counts else "".join(letter for letter in self.result if not letter.isdigit())
 
     @property
     def role(self) -> str:
-        """What it does to the state of things, as its tool tells; nothing where it fails to change it."""
+        """The tool's effect on state; none if the call fails."""
         role = TOOLS.get(self.tool, "")
         return "" if role == CHANGES and self.failed else role
 
@@ -89,11 +86,11 @@ class Rules:
     """Settings of a detector.
 
     Attributes:
-        ladder: actions with their thresholds, the mildest first.
+        ladder: actions and thresholds, mildest first.
         weak: `weak_threshold`.
-        offers: the requests have tools.
+        offers: requests declare tools.
         max_cycle: as in the policy.
-        tools: the thresholds of tools that have their own.
+        tools: thresholds of single tools.
     """
 
     ladder: tuple[tuple[str, int], ...] = (("steer", 3), ("reject", 7))
@@ -103,16 +100,15 @@ class Rules:
     tools: tuple[tuple[str, int], ...] = ()
 
     def at(self, step: int) -> Thresholds:
-        """The thresholds of a step of the ladder, by tool; "" is for all others."""
+        """Thresholds of a step of the ladder, by tool; "" is for all others."""
         threshold, first = self.ladder[step][1], self.ladder[0][1]
         return {"": threshold, **{tool: own + threshold - first for tool, own in self.tools}}
 
     def patient(self, threshold: int) -> Thresholds:
-        """The thresholds at which weak loops may get more."""
         return {"": threshold, **{tool: max(own, threshold) for tool, own in self.tools}}
 
     def count_seen(self, newest: Turn) -> int:
-        """The number of turns that are looked at: 32, or all in which a tool with a threshold of its own may repeat."""
+        """The number of turns examined: 32, or enough for a tool with a threshold of its own."""
         own = self.at(len(self.ladder) - 1).get(newest.tool or "nothing", 0)
         return max(32, 2 * own + 4)
 
@@ -125,7 +121,7 @@ def _of(turn: Turn, thresholds: Thresholds) -> int:
 
 
 def judge(turns: Sequence[Turn], rules: Rules) -> str:
-    """What is done about the request whose newest turn is the last of these."""
+    """The action on the request that ends with these turns."""
     seen = _since_a_person_spoke(list(turns)[-rules.count_seen(turns[-1]) :])
     loops = [(step, strong) for step in range(len(rules.ladder)) for strong in _loops(seen, rules.at(step), rules)]
     if not loops:
@@ -143,7 +139,6 @@ def _note(rules: Rules) -> str:
 
 
 def _fails_alike(turns: list[Turn], times: int) -> bool:
-    """The newest failure was there often, but for numbers."""
     last = turns[-times - 4 :]
     return last[-1].failed and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
 
@@ -154,7 +149,7 @@ def _mildest(rules: Rules) -> str:
 
 
 def _reach(seen: list[Turn], rules: Rules, weak: int, last: int) -> int:
-    """The last step that a weak loop may take by now; -1 for not even the first one in earnest."""
+    """The last step that a weak loop may reach by now, -1 for none."""
     if last <= 1:
         return last if _loops(seen, rules.patient(weak), rules, full=32) else -1
     if _loops(seen, rules.patient(weak + 2), rules, full=32):
@@ -163,7 +158,7 @@ def _reach(seen: list[Turn], rules: Rules, weak: int, last: int) -> int:
 
 
 def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
-    """What stands behind the newest words that were said once."""
+    """The turns after the newest words that were said only once."""
     said = ["".join(letter for letter in turn.result if not letter.isdigit()) for turn in turns if not turn.tool]
     for place in reversed(range(len(turns))):
         turn = turns[place]
@@ -173,7 +168,7 @@ def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
 
 
 def _loops(turns: list[Turn], thresholds: Thresholds, rules: Rules, full: int = 0) -> list[bool]:
-    """The loops that the last turn is part of: of each, whether it is strong. `full`: turns that are enough for a cycle."""
+    """The loops that the last turn is part of, and whether each is strong. `full` is the number of turns for a cycle."""
     if not turns:
         return []
     own = _of(turns[-1], thresholds)
@@ -221,24 +216,18 @@ def _errors(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
 
 
 def _is_strong(turns: Sequence[Turn], rules: Rules) -> bool:
-    """Some turn brings back an error that stays, or much; talk of an agent with tools is neither."""
+    """Whether a turn brings back a permanent error, or much text. An agent with tools that only talks does not."""
     return any(turn.worth in {"fatal", "long", "fatal, long", "missing"} and (turn.tool or not rules.offers) for turn in turns)
 
 
 @dataclass
 class MadeUp:
-    """Conversations of every kind, made up by dice.
-
-    Attributes:
-        dice: decide all of it.
-        people: what persons have said so far, each once.
-    """
+    """Random conversations of every kind."""
 
     dice: Random
     people: int = field(default=0)
 
     def turn(self) -> Turn:
-        """Some turn."""
         if self.dice.random() < 0.25:
             said = self.dice.choice(["Done.", "OK, next.", "I see."])
             if self.dice.random() < 0.3:
@@ -249,23 +238,21 @@ class MadeUp:
         return Turn(self.dice.choice(list(TOOLS)), self.dice.choice(["a", "b", "a" * 80]), result, RESULTS[result])
 
     def person(self, said: str = "Done.") -> Turn:
-        """One in which a person answers."""
         self.people += 1
         return Turn("", said, f"please look at {'x' * self.people} as well")
 
     def fresh(self) -> Turn:
-        """One that has not been there."""
         self.people += 1
         result = self.dice.choice(list(RESULTS))
         return Turn(self.dice.choice(list(TOOLS)), f"n{self.people}", result, RESULTS[result])
 
     def counted(self) -> Turn:
-        """One in which a program says what it always says, with another number."""
+        """A program's usual words with another number."""
         self.people += 1
         return Turn("", "OK, next.", f"Heartbeat {self.people}: anything new?")
 
     def conversation(self, most: int = 44, around: Sequence[int] = ()) -> list[Turn]:
-        """Some work, a loop, and perhaps something between its rounds or behind it; `around`: thresholds to come close to."""
+        """Work, a loop, and sometimes something between its rounds or after it; thresholds in `around` are nearly met."""
         dice = self.dice
         unit = [self.turn() for _ in range(dice.choice([1, 1, 1, 1, 2, 2, 3, 4, 5, 7]))]
         turns = [self.fresh() if dice.random() < 0.6 else self.turn() for _ in range(dice.choice([0, 1, 3, 9]))]
@@ -286,7 +273,7 @@ class MadeUp:
 
 
 def write(turns: Sequence[Turn], shape: str, *, offers: bool, cleared: bool = False) -> bytes:
-    """A request that ends with these turns; `cleared`: results of tools but the newest two are gone."""
+    """A request that ends with these turns. With `cleared`, only the two newest results are kept."""
     done = [_do(turn, number) for number, turn in enumerate(turns, 1)]
     if cleared:
         done = [turn._replace(results=(f"[cleared {turn.number}]",)) if turn.calls else turn for turn in done[:-2]] + done[-2:]

@@ -1,4 +1,4 @@
-"""The window arithmetic read by brute force."""
+"""Windows by brute force."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ WINDOW_TYPES = ("sliding_ttl", "sliding_log", "fixed")
 
 
 def make_hit(window_type: str = "sliding_ttl", **changes: Any) -> Hit:  # noqa: ANN401  # Hit's own fields
-    """A hit with a window of 10 s and a threshold of 3, changed as asked."""
     return replace(Hit("key", window_type, 10_000, 3, 0, count_refused=True, count_to=100), **changes)
 
 
 def oracle(hit: Hit, times: list[int]) -> list[Count]:
-    """The same by definition: keep every counted request for ever and look at them all each time."""
+    """Keep every counted request and look at all of them each time."""
     return oracle_of([(hit, now) for now in times])
 
 
 def oracle_of(steps: Sequence[tuple[Hit, int]]) -> list[Count]:
-    """The same for hits of one key whose thresholds differ."""
+    """The same for hits of one key with different thresholds."""
     counted: list[int] = []
     tripped = -(10**12)
     answers = []
@@ -62,7 +61,7 @@ COOLDOWN_STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 60)), min_size
 
 
 def cooldown_hits(steps: Sequence[tuple[bool, int]], cooldown_ms: int = 50) -> list[tuple[Hit, int]]:
-    """Hits that keep a cooldown and no count, as detectors of tool calls ask for them, each with its time."""
+    """Hits that have a cooldown and no count, as `tool_calls` sends them."""
     hit = Hit("key", "fixed", 0, 1, cooldown_ms, False, 1)
     loop = {True: hit, False: replace(hit, threshold=10**9, count_to=10**9)}
     return [(loop[looping], 1_000 + sum(gap for _, gap in steps[: place + 1])) for place, (looping, _) in enumerate(steps)]
@@ -110,7 +109,7 @@ STEPS_BACK: list[tuple[str, Hit, list[int], list[tuple[int, bool, int, int]]]] =
 
 
 def make_push(entry: str, request: str = "", **changes: Any) -> Push:  # noqa: ANN401  # Push's own fields
-    """A push of an entry by a request of its own, or of the name given, to a ring of 3 that is kept for 10 s."""
+    """A push of an entry to a ring of 3 kept for 10 s, by a new request unless one is named."""
     made = Push("ring", entry.encode(), (request or entry).rjust(8).encode(), 3, 10_000)
     return made._replace(**changes)
 
@@ -172,7 +171,7 @@ PUSH_STEPS = st.tuples(st.integers(1, 4), st.integers(5, 50)).flatmap(
 
 
 def rings_of(steps: Sequence[tuple[Push, int]]) -> list[list[bytes]]:
-    """What each push finds, by definition; steps have times."""
+    """What each push finds, by definition."""
     answers: list[list[bytes]] = []
     kept: list[tuple[bytes, bytes]] = []
     before: int | None = None
@@ -187,5 +186,4 @@ def rings_of(steps: Sequence[tuple[Push, int]]) -> list[list[bytes]]:
 
 
 def place_pushes(steps: Sequence[tuple[Push, int]]) -> list[tuple[Push, int]]:
-    """The same with times in place of gaps."""
     return [(pushed, 100_000 + sum(gap for _, gap in steps[: place + 1])) for place, (pushed, _) in enumerate(steps)]

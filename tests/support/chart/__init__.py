@@ -1,4 +1,4 @@
-"""The chart as Helm's own engine renders it, and what Kubernetes would make of that."""
+"""The chart, rendered by Helm's own engine."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ DEFAULTS: Values = {"shadow": {"enabled": True}, "networkPolicy": {"gateways": [
 
 
 def read_cases() -> dict[str, Values]:
-    """Values that the chart is rendered with, by name."""
     files = sorted((CHART / "ci").glob("*-values.yaml"))
     found = {file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text()) for file in files}
     return {"defaults": DEFAULTS, **found}
 
 
 def read_examples() -> dict[str, Values]:
-    """Those of `examples/`."""
     files = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
     return {f"example-{file.stem}": helm_python.values_from_yaml(file.read_text()) for file in files}
 
@@ -49,46 +47,39 @@ CASES = {**read_cases(), **read_examples()}
 
 @cache
 def chart() -> helm_python.Chart:
-    """The chart, loaded once."""
     return helm_python.Chart.load(CHART)
 
 
 def rendered(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
-    """What each template becomes, as text."""
     return chart().render(merged(ENFORCING, values), name=release, namespace=namespace)
 
 
 def objects(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
-    """Every object of a release, its `helm test` pod among them."""
     made: list[Object] = json.loads(render_objects(json.dumps(values), release, namespace))
     return made
 
 
 @cache
 def render_objects(values: str, release: str, namespace: str) -> str:
-    """`objects`, from and to JSON: many tests look at the same values, and some change what they get."""
+    """`objects` from and to JSON, cached: many tests render the same values."""
     return json.dumps(split(rendered(json.loads(values), release=release, namespace=namespace)))
 
 
 def split(texts: Mapping[str, str]) -> list[Object]:
-    """The objects in rendered templates."""
     documents = [part for name, text in texts.items() if name.endswith(".yaml") for part in f"\n{text}".split("\n---\n")]
     return [made for made in map(helm_python.values_from_yaml, documents) if made]
 
 
 def of_kind(made: list[Object], kind: str) -> list[Object]:
-    """The objects of a kind."""
     return [item for item in made if item["kind"] == kind]
 
 
 def one(made: list[Object], kind: str, name: str = NAME) -> Object:
-    """The object of a kind and name."""
     (found,) = (item for item in of_kind(made, kind) if item["metadata"]["name"] == name)
     return found
 
 
 def pods(made: list[Object]) -> Iterator[Object]:
-    """The spec of every pod."""
     for item in made:
         if item["kind"] == "Pod":
             yield item["spec"]
@@ -97,30 +88,27 @@ def pods(made: list[Object]) -> Iterator[Object]:
 
 
 def environment(deployment: Object) -> dict[str, str]:
-    """The variables of a Deployment's container."""
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     return {item["name"]: item["value"] for item in container["env"]}
 
 
 def refusal(values: Values) -> str:
-    """Why Helm refuses values, as it says it."""
     with pytest.raises((helm_python.HelmValuesError, helm_python.HelmRenderError)) as failure:
         rendered(values)
     return str(failure.value)
 
 
 def problems(values: Values) -> list[str]:
-    """The sentences with which the chart's own checks refuse values."""
+    """The sentences of the chart's own checks that refuse values."""
     return [line.removeprefix("- ") for line in refusal(values).splitlines() if line.startswith("- ")]
 
 
 def with_policies(*policies: Object, **more: object) -> Values:
-    """Values with a bundle of these policies."""
     return {"policies": {"bundle": {"bundle_version": 1, "policies": list(policies), **more}}}
 
 
 def merged(*several: Values) -> Values:
-    """Values on top of each other, as with several `-f`."""
+    """Values merged like several `-f`."""
     made: Values = {}
     for values in several:
         for key, item in values.items():

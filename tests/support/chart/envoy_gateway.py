@@ -1,8 +1,6 @@
-"""Envoy Gateway's own objects: no package has models of them, so what the chart uses of them is written down here.
+"""Types of Envoy Gateway's objects, from its Go types (`gateway.envoyproxy.io/v1alpha1`) and Gateway API's `ReferenceGrant`.
 
-As its Go types of `gateway.envoyproxy.io/v1alpha1` have it (ext_proc_types.go, healthcheck_types.go,
-envoyextensionypolicy_types.go, clienttrafficpolicy_types.go) and Gateway API's `ReferenceGrant`; keys that the chart does not
-use are left out, and so refused.
+Keys that the chart does not use are left out, and so refused. No package has them.
 """
 
 from __future__ import annotations
@@ -22,23 +20,19 @@ ATTRIBUTE: Schema = {
 
 
 def a_map(required: str = "", **properties: Schema) -> Schema:
-    """A map of these keys."""
     return {"type": "object", "properties": properties, "required": required.split()}
 
 
 def a_list(items: Schema, **more: int) -> Schema:
-    """A list of such items."""
     return {"type": "array", "items": items, "minItems": 1, **more}
 
 
 def target(*kinds: str) -> Schema:
-    """What a policy is attached to, in its own namespace."""
     group = {"const": "gateway.networking.k8s.io"}
     return a_map("group kind name", group=group, kind={"enum": [*kinds]}, name=TEXT, sectionName=TEXT)
 
 
 def an_object(version: str, kind: str, spec: Schema) -> Schema:
-    """A whole object."""
     labels = {"type": "object", "additionalProperties": {"type": "string"}}
     metadata = a_map("name namespace", name=TEXT, namespace=TEXT, labels=labels)
     return a_map(

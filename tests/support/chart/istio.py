@@ -1,4 +1,4 @@
-"""What Istio makes of an EnvoyFilter: an Envoy configuration with its patches applied, as far as the chart uses them."""
+"""An Envoy configuration with an EnvoyFilter's patches applied, in the forms that the chart uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEFT = {"use_remote_address": True, "normalize_path": True, "merge_slashes": Non
 
 
 def without_loopguard(bootstrap: Object) -> Object:
-    """The bootstrap of `loopguard envoy-config` without all that attaches Loopguard: what an EnvoyFilter finds."""
+    """The bootstrap of `loopguard envoy-config` without Loopguard: what an EnvoyFilter is applied to."""
     (listener,) = bootstrap["static_resources"]["listeners"]
     del listener["per_connection_buffer_limit_bytes"]
     manager = http_manager(bootstrap)
@@ -40,7 +40,6 @@ def without_loopguard(bootstrap: Object) -> Object:
 
 
 def http_manager(bootstrap: Object) -> Object:
-    """The configuration of its one HTTP connection manager."""
     (listener,) = bootstrap["static_resources"]["listeners"]
     (chain,) = listener["filter_chains"]
     found: Object = chain["filters"][0]["typed_config"]
@@ -48,7 +47,7 @@ def http_manager(bootstrap: Object) -> Object:
 
 
 def patched(bootstrap: Object, envoy_filter: Object) -> Object:
-    """The bootstrap with every patch applied that finds its place, as Istio passes over others without a word."""
+    """The bootstrap with every patch that matches. Istio ignores others silently."""
     for patch in envoy_filter["spec"]["configPatches"]:
         value, match = patch["patch"]["value"], patch["match"]
         if not _on_port(match):
@@ -66,7 +65,6 @@ def patched(bootstrap: Object, envoy_filter: Object) -> Object:
 
 
 def _find(bootstrap: Object, place: str, match: Object) -> Iterator[Object]:
-    """The messages that a patch is merged into."""
     (listener,) = bootstrap["static_resources"]["listeners"]
     if place == "LISTENER":
         yield listener
@@ -88,7 +86,6 @@ def _find(bootstrap: Object, place: str, match: Object) -> Iterator[Object]:
 
 
 def _on_port(match: Object) -> bool:
-    """Whether a patch is for the listener, or for its routes, by port."""
     listener, routes = PORTS[match["context"]]
     own = listener if "listener" in match else routes
     place = match.get("listener") or match.get("routeConfiguration") or {}
@@ -102,7 +99,7 @@ def _routes(bootstrap: Object, wanted: Object) -> Iterator[Object]:
 
 
 def merge(message: Object, other: Object) -> None:
-    """As protobuf merges: messages and maps key by key, lists one behind the other."""
+    """Merge like protobuf: messages and maps key by key, lists one after the other."""
     for key, value in other.items():
         old: Any = message.get(key)
         if isinstance(old, dict) and isinstance(value, dict):

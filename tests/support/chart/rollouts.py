@@ -1,7 +1,6 @@
-"""Objects of Argo Rollouts and of Flagger: no package has models of them, so what the chart uses of them is written down here.
+"""Types of Argo Rollouts' and Flagger's objects, from their Go types (`argoproj.io/v1alpha1`, `flagger.app/v1beta1`).
 
-As their Go types have it: `argoproj.io/v1alpha1` (analysis_types.go), where a ClusterAnalysisTemplate has no namespace, and
-`flagger.app/v1beta1` (metric.go). Keys that the chart does not use are left out, and so refused.
+Keys that the chart does not use are left out, and so refused. No package has them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A made-up API: nothing in it is called as any other API calls it."""
+"""A made-up API that shares no name with any other."""
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ _SPEAKERS = {"machine": ASSISTANT, "gadget": TOOL}
 
 
 class Line(Struct, gc=False):
-    """A message."""
-
     by: str = ""
     says: Raw = ABSENT
     pushes: Raw = ABSENT
 
 
 class Dialogue(Struct, gc=False):
-    """A body."""
-
     dialogue: list[Line]
 
 
@@ -72,7 +68,7 @@ API = Api(
 
 
 def write_dialogue(turns: int) -> dict[str, Any]:
-    """A body in which the machine has pushed the same button this many times, each with the same result."""
+    """A body in which the machine has pushed one button this many times, with the same result."""
     turn = [{"by": "machine", "pushes": {"button": "ring", "how": {"long": 1}}}, {"by": "gadget", "says": "nobody is in"}]
     buttons = [{"labelled": {"name": name}} for name in ("ring", "knock")]
     return {"dialogue": [{"by": "you", "says": "Get in."}, *turn * turns], "buttons": buttons, "may_push": "any"}
