@@ -31,7 +31,7 @@ from extproc.engine.plan import Parts
 from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.policy.files import find_directories, find_unread, read_each, read_what_can_be
+from extproc.policy.files import find_directories, find_unread, read_all, read_each
 from extproc.policy.last_good import Choice, FileRules, Found, KeptFile, Verdict, choose, judge
 from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, locate_raw, parse
 from extproc.policy.namespaces import Namespace, read_namespaces
@@ -123,7 +123,7 @@ class Reloader:
         self.overlaps = ()
         metrics.policy_reload_refused.set_function(lambda: bool(self.refusals))
         metrics.list_refused_files = lambda: [file for file in self.refusals if file]
-        files, unreadable = read_what_can_be(self._paths)
+        files, unreadable = read_all(self._paths)
         self._seen = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
         loaded = _load(files, settings, self._clock(), unreadable, self._rules)
         self._apply(loaded)

@@ -1,1 +1,1 @@
-"""Budgets: how much a caller may use over time, as `rules`, `fallback_limit` and `circuit_breaker` of a policy say."""
+"""Budgets: what a caller may use over time, from the policy keys `rules`, `fallback_limit` and `circuit_breaker`."""

@@ -1,6 +1,6 @@
-"""The commands with which an operator lets a caller go on whose budget is used up."""
+"""Commands that operators run for a caller whose budget is used up."""
 
-# interpreted: written where an operator has to act
+# interpreted: rarely called
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from math import ceil, floor, log10
 from typing import Final
 
 SOME_REQUESTS: Final = 5
-"""A proposed grant is enough for this many requests: after less, the caller would be refused again at once."""
+"""A proposed grant covers at least this many requests. With a smaller one, the caller would soon be
+refused again."""
 
 _SHARE = 10
 
 
 def round_up(amount: float) -> float:
-    """The next number of two digits."""
+    """Round up to two significant digits."""
     if amount <= 0:
         return 1.0
     step = 10.0 ** (floor(log10(amount)) - 1)
@@ -23,10 +24,11 @@ def round_up(amount: float) -> float:
 
 
 def write_budget_grant(tenant: str, policy: str, rule: str, limit: float, left: float, asked: float) -> str:  # noqa: PLR0913  # a budget
-    """The command that gives a caller, by its name, more of a rule's budget: a tenth, or enough for some requests.
+    """The command that grants a caller more of a rule's budget.
 
-    A budget that would hold less than that when it is whole gets a higher limit for a day. `limit`, `left` (below zero if more
-    was used) and `asked` by one request are in the rule's unit.
+    The amount is a tenth of the budget, or enough for a few requests if that is more. If a full
+    budget is smaller than that, the grant raises the limit for a day. `limit`, `left` (negative if
+    overdrawn) and `asked` (the cost of one request) are in the rule's unit.
     """
     amount = round_up(max(limit / _SHARE, SOME_REQUESTS * asked - left))
     lasts = " --for 1d" if left + amount > limit else ""

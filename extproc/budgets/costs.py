@@ -1,6 +1,7 @@
-"""What a request costs a budget, in integers: known before it is sent on, or estimated and settled after the response.
+"""The cost of a request to a budget, in integers.
 
-Clients write some of these numbers, so everything is bounded.
+A cost is known before the request is forwarded, or estimated and settled after the response.
+Clients supply some of these numbers, so all of them are bounded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from extproc.request.http import HttpRequest
 from extproc.sessions.rates import Rates, Usage
 
 PERIOD_UNITS: Final = 1_000_000
-"""Units of 1 in periods and breakers: micro-units."""
+"""Periods and breakers count in millionths of the rule's unit."""
 
 BUCKET_UNITS: Final = 3_000_000
-"""Units of 1 in buckets: thirds of a micro-unit, of which a whole number a minute is a whole number a millisecond."""
+"""Buckets count in thirds of a millionth. A whole number per minute is then a whole number per
+millisecond."""
 
 _MOST_SESSIONS: Final = 4_096
 
@@ -32,7 +34,7 @@ _NUMBER: Final = re.compile(r"[0-9.eE+-]{1,32}")
 
 
 def read_amount(text: str, default: float) -> float:
-    """A client's positive number, at most MAX_AMOUNT; the default for anything else."""
+    """Parse a positive number from a client, capped at MAX_AMOUNT; anything else gives the default."""
     if not _NUMBER.fullmatch(text):
         return default
     try:
@@ -45,16 +47,16 @@ def read_amount(text: str, default: float) -> float:
 
 
 def scale(amount: float, units: int) -> int:
-    """An amount in whole units."""
+    """Convert an amount to whole units."""
     return round(amount * units)
 
 
 class Estimate(NamedTuple):
-    """The tokens of a request, as far as they are known before its response.
+    """The tokens of a request, estimated before its response.
 
     Attributes:
         prompt: tokens of the prompt.
-        answer: the most that the client allows for an answer; 0 if it does not say.
+        answer: the client's limit for the length of an answer; 0 if it sets none.
         model: the model's name.
         copies: number of answers that the client asks for.
     """
@@ -66,21 +68,20 @@ class Estimate(NamedTuple):
 
 
 class Anchors:
-    """The newest prompt of each session as its response counted it, which corrects the estimates of later prompts.
+    """Corrects estimates of prompts by the newest counted prompt of the same session.
 
-    An estimate knows neither the language of a text nor the messages that the provider keeps.
+    An estimate knows neither the language of a text nor the messages that the provider stores.
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
         self._counts: Memo[str, tuple[int, int]] = Memo(_MOST_SESSIONS)
 
     def learn(self, session: str, estimated: int, counted: int) -> None:
-        """Keep what a response counted, next to the estimate, which is at least 1."""
+        """Record what a response counted, and the estimate (at least 1) made before it."""
         self._counts.put(session, (estimated, counted))
 
     def correct(self, session: str, estimated: int) -> int:
-        """An estimate, off by as many tokens as the last one, or in proportion if the prompt is shorter."""
+        """Add the error of the session's last estimate; only a proportional part if the new prompt is shorter."""
         known = self._counts.get(session)
         if known is None:
             return estimated
@@ -89,7 +90,7 @@ class Anchors:
 
 
 def estimate_prompt(document: Document | None, size: int) -> int:
-    """The tokens of a prompt; `size` is the length of the body in bytes, for bodies that cannot be read."""
+    """Estimate the tokens of a prompt; `size` is the body's length in bytes, for unreadable bodies."""
     characters = size
     if document is not None:
         try:
@@ -100,12 +101,13 @@ def estimate_prompt(document: Document | None, size: int) -> int:
 
 
 class CostKey:
-    """How a rule finds the cost of a request.
+    """Where a rule finds the cost of a request.
 
     Attributes:
-        measured: the cost is known only after the response: one of `rule_keys.MEASURED`; empty if it is known before.
-        rates: prices, for dollars.
-        limit_key: the header or parameter with the cost, as a limit key; empty if there is none.
+        measured: one of `rule_keys.MEASURED` if the cost is known only after the response, else
+            empty.
+        rates: prices, for costs in dollars.
+        limit_key: the header or parameter with the cost, as a limit key; else empty.
     """
 
     def __init__(self, key: str, fixed: float, default: float, rates: Rates | None = None) -> None:
@@ -120,11 +122,11 @@ class CostKey:
         self._default = default
 
     def find_flat(self, units: int) -> int:
-        """What each request costs, in units; 0 if that depends on the request."""
+        """The cost of each request, in units; 0 if it varies."""
         return max(1, scale(self._fixed, units)) if self._source == FIXED else 0
 
     def read(self, request: HttpRequest) -> float:
-        """The cost of a request, unless it is measured."""
+        """The cost of a request that is not measured."""
         if self._source == FIXED:
             return self._fixed
         if self._source == "header":
@@ -132,7 +134,7 @@ class CostKey:
         return read_amount(request.read_parameter(self._name), self._default)
 
     def weigh(self, usage: Usage, model: str, units: int) -> int:
-        """The cost in units of what an answer has used, or is estimated to use."""
+        """The cost in units of tokens that were counted or estimated."""
         if self.measured == DOLLARS and self.rates is not None:
             nano = self.rates.find_cost(model, usage)
             return min(nano * units // (PERIOD_UNITS * _NANO_PER_UNIT), MAX_AMOUNT * units)

@@ -1,8 +1,8 @@
-"""The budget guard: the rules of a policy, its fallback and its circuit breaker, ready to run.
+"""A policy's budgets, compiled: its rules, its fallback and its circuit breaker.
 
-For each rule that applies to a request, it makes the store's questions (`Take`), and a verdict from the answers. All rules that
-apply are asked. Of several that refuse, the one for which the client has to wait longest is reported, because only then the
-request can pass.
+Each rule that applies to a request becomes a question to the store (`Take`); the answers become an
+outcome. All rules that apply are asked. If several refuse, the outcome names the one with the
+longest wait, because the request cannot pass before.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ BUDGET: Final = "budget"
 """The guard's name in outcomes."""
 
 CIRCUIT_BREAKER: Final = "circuit_breaker"
-"""In place of the name of a rule."""
+"""Replaces the rule's name."""
 
 BREAKER_BUDGET: Final = "rate"
-"""The suffix of its limit."""
+"""The suffix of the breaker's limit."""
 
 _HINT: Final = "x-token-estimate"
 _DAY: Final = 86_400_000
@@ -64,32 +64,32 @@ _MS_PER_SECOND: Final = 1_000
 _WHOLE: Final = 100
 
 _MOST_ANSWERS: Final = 128
-"""Answers of a limit that are kept, in each generation. They take 60 kB at most. Without them, the benchmark's row "a rule and
-the detector vs. the detector" gets 40 % worse."""
+"""Cached answers of a limit, per generation; at most 60 kB. Without the cache, the benchmark's row
+"a rule and the detector vs. the detector" gets 40 % worse."""
 
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
 
 
 class BudgetLimit:
-    """One budget of a rule; never changed.
+    """One budget of a rule; immutable.
 
     Attributes:
-        suffix: its name in keys, which says what kind of state it is.
+        suffix: its name in keys, which tells the kind of state.
         kind: as in `Take`.
         lifetime_ms: as in `Take`.
-        most: the budget in its unit, before a stage that rejects below 100 percent.
+        most: the whole budget in the rule's unit, even if a stage rejects below 100 percent.
         limit: as in `Take`.
         rate: as in `Take`.
         span: as in `Take`.
         offset: as in `Take`.
         units: number of units in 1.
-        reason: why a request would be refused.
-        words: the time that it is for.
+        reason: the reason of its refusals.
+        words: the budget's time, in words.
         unit: what is counted.
-        has_headers: clients can be told about it in whole numbers.
-        flat: what each request costs, in units; 0 if that depends on the request.
-        place: what all of its keys begin with; empty before its guard is compiled.
-        answers: metadata of requests that just continue, by the numbers in it; see `write_budgets`.
+        has_headers: response headers can show it in whole numbers.
+        flat: the cost of each request, in units; 0 if it varies.
+        place: the prefix of all its keys; set when the policy is compiled.
+        answers: cached metadata for requests that continue, by its numbers; see `write_budgets`.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -126,7 +126,7 @@ class BudgetLimit:
         self._arguments: tuple[int, ...] = ()
 
     def set_flat(self, amount: int) -> None:
-        """Set what each request costs, and prepare for it; 0 if that depends on the request."""
+        """Set the cost of each request, if it is fixed, and prepare the question's arguments."""
         self.flat = amount
         self._arguments = list_arguments(self.make_take("", amount), ALONE, SERVER_CLOCK) if amount else ()
 
@@ -137,7 +137,7 @@ class BudgetLimit:
 
 
 class BudgetStage(NamedTuple):
-    """What happens from a percentage of a budget on."""
+    """An action that starts at a percentage of a budget."""
 
     percent: float
     action: Action
@@ -149,12 +149,12 @@ class BudgetRule:
 
     Attributes:
         name: the rule's name.
-        quoted: the same in keys.
-        cost: how its cost is found.
-        limits: what it limits.
-        stages: what happens before its budget is used up, latest first.
-        hints: clients may give their own estimate of a prompt's tokens.
-        refusal: how it refuses.
+        quoted: the name as written in keys.
+        cost: where its cost is found.
+        limits: its budgets.
+        stages: actions before the budget is used up, highest percentage first.
+        hints: clients may send their own estimate of a prompt's tokens.
+        refusal: the form of its refusals.
         asks_usage: it makes streams report their usage.
     """
 
@@ -235,13 +235,13 @@ class BudgetRule:
         return any(stage.action is Action.STEER for stage in self.stages)
 
     def list_reads(self) -> list[str]:
-        """The header or parameter that says what a request costs, as a limit key; empty for none."""
+        """The header or parameter with the request's cost, as a limit key; empty if there is none."""
         if self.hints:
             return [f"header:{_HINT}"]
         return [self.cost.limit_key] if self.cost.limit_key else []
 
     def find_answer(self, estimate: Estimate) -> int:
-        """The number of tokens to reserve for all answers."""
+        """The tokens to reserve for all answers."""
         answer = float(estimate.answer or self._answer)
         if self._most_answer:
             answer = min(answer, self._most_answer)
@@ -249,11 +249,11 @@ class BudgetRule:
         if not estimate.answer and self.cost.measured in ("usage:tokens", "usage:output"):
             room = min([limit.limit // limit.units for limit in self.limits])
             prompt = estimate.prompt if self.cost.measured == TOKENS else 0
-            answer = min(answer, max(0, room - prompt))  # a small budget must not refuse what only might be long
+            answer = min(answer, max(0, room - prompt))  # a long answer is only a guess
         return round(answer)
 
     def find_oversize(self, estimate: Estimate, answer: int) -> BudgetSubject | None:
-        """Why a request is too large, whatever is left of the budget; None if it is not."""
+        """Why a request is too large even for a full budget; None if it is not."""
         total = estimate.prompt + answer
         if self._most_prompt and estimate.prompt > self._most_prompt:
             return self._make_oversize(Reason.PROMPT_TOKENS_EXCEEDED, self._most_prompt, estimate.prompt)
@@ -266,13 +266,13 @@ class BudgetRule:
 
 
 class Reservation:
-    """What a request takes from one limit, and later the store's answer.
+    """An amount that a request takes from one limit, and the store's answer.
 
     Attributes:
         rule: the rule; its cost decides what is settled.
         limit: the limit.
-        take: the question; afterwards, the one that was answered.
-        tenant: hash of the caller as the rule knows it.
+        take: the question; once answered, the one that the store answered.
+        tenant: hash of the caller, as the rule knows it.
         taken: the answer; None before.
     """
 
@@ -285,11 +285,11 @@ class Reservation:
 
     @property
     def is_refused(self) -> bool:
-        """Whether there was no room for it."""
+        """Whether the budget had no room for it."""
         return self.taken is not None and not self.taken.fits
 
     def answer(self, taken: Taken) -> None:
-        """Keep the answer."""
+        """Record the answer."""
         self.taken = taken
         if taken.here is not None:
             self.take = taken.here
@@ -299,15 +299,15 @@ class BudgetRules:
     """All budgets of a policy.
 
     Attributes:
-        anchors: what prompts counted; see `Anchors`.
+        anchors: corrects estimates of prompts.
         policy: the policy's id.
         mode: `enforce` or `shadow`.
         name: its name in outcomes.
-        rules: its rules, and at the end its fallback.
-        breaker: the limit of its circuit breaker; None for none.
-        alerts: the line in the log about an open breaker has `alert`.
+        rules: its rules, with the fallback at the end.
+        breaker: the limit of its circuit breaker; None if it has none.
+        alerts: log lines about an open breaker have the field `alert`.
         asks_usage: a rule makes streams report their usage.
-        needs_body: the cost of a rule depends on the body, and is settled after the response.
+        needs_body: a rule's cost depends on the body, and is settled after the response.
         steers: a stage adds a note.
         similarity_name: as of a detector.
         steer_note: as of a detector.
@@ -324,7 +324,7 @@ class BudgetRules:
         shadow: bool,
         namespace: str,
     ) -> None:
-        """Compile; every key starts with the namespace."""
+        """Compile them; every key starts with the namespace."""
         self.policy = policy
         self.anchors = Anchors()
         self.shadow = shadow
@@ -356,7 +356,7 @@ class BudgetRules:
 
     @property
     def lifetime_seconds(self) -> int:
-        """How long the store may remember a request."""
+        """The longest time for which a request affects the store."""
         limits = [limit for rule in self.rules for limit in rule.limits] + ([self.breaker] if self.breaker is not None else [])
         return max([limit.lifetime_ms for limit in limits]) // _MS_PER_SECOND
 
@@ -365,7 +365,7 @@ class BudgetRules:
         return key.startswith(self._key)
 
     def find_limit(self, rule: str, suffix: str) -> tuple[BudgetRule, BudgetLimit] | None:
-        """A rule and its limit by their names; None if there is none any more."""
+        """Find a rule and its limit by their names; None if the policy no longer has them."""
         if self.breaker is not None and suffix == self.breaker.suffix:
             return self.breaker_rule, self.breaker
         for known in self.rules:
@@ -375,7 +375,7 @@ class BudgetRules:
         return None
 
     def judge(self, fingerprint: str, tenant: str, reserved: list[Reservation], oversize: BudgetSubject | None) -> Outcome:
-        """The verdict, after the store has answered."""
+        """The outcome, given the store's answers."""
         if oversize is not None:
             refusal = next(rule.refusal for rule in self.rules if rule.name == oversize.rule)
             return self._make_outcome(Action.REJECT, fingerprint, tenant, oversize, refusal)
@@ -420,7 +420,7 @@ class BudgetRules:
             action,
             fingerprint,
             tenant,
-            count if count == used else round(used),  # rounding takes long
+            count if count == used else round(used),  # round() is slow
             0,
             0,
             delay_ms,
@@ -434,18 +434,18 @@ class BudgetRules:
 
 
 def _rank_wait(reserved: Reservation) -> float:
-    """How long a request has to wait for a budget."""
+    """The wait for a budget, in milliseconds."""
     wait = reserved.taken.wait_ms if reserved.taken is not None else 0
     return float("inf") if wait == FOREVER else wait
 
 
 def _find_stage(reserved: Reservation) -> BudgetStage | None:
-    """The latest stage that a budget has reached."""
+    """The highest stage reached."""
     taken = reserved.taken
     if taken is None or reserved.limit.kind != PERIOD:
         return None
     limit = reserved.limit
-    whole = limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))  # this replica's share, without a store
+    whole = limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))  # a part while the store is down
     used = (reserved.take.limit - taken.left) * _WHOLE / whole
     for stage in reserved.rule.stages:
         if used >= stage.percent:
@@ -454,7 +454,7 @@ def _find_stage(reserved: Reservation) -> BudgetStage | None:
 
 
 def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject:
-    """What is told about a budget."""
+    """Describe a budget for messages."""
     limit, take, taken = reserved.limit, reserved.take, reserved.taken
     left, reset = (taken.left, taken.reset_ms) if taken is not None else (take.limit, 0)
     return BudgetSubject(
@@ -472,13 +472,13 @@ def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject
 
 _FORM: Final = RefusalForm(None)
 ONE: Final = BudgetRule(Rule(name="one", algorithm="token_bucket", algorithm_config={"rps": 1, "burst": 1}))
-"""Without rules, each request costs a breaker 1."""
+"""If a policy has no rules, each request costs its breaker 1."""
 
 NOTHING: Final = BudgetSubject("", Reason.BUDGET_EXCEEDED, 1, 1, 0, "", 0, "")
 """The subject of a request to which no rule applies."""
 
 
 def read_hint(request: HttpRequest) -> int:
-    """The tokens of the prompt as the client estimates them; 0 if it does not."""
+    """The client's own estimate of the prompt's tokens; 0 if it sends none."""
     text = request.read_header(_HINT).strip()
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= len("1000000000") else 0

@@ -1,6 +1,7 @@
-"""`rules`, `fallback_limit` and `circuit_breaker`: the budgets of a policy, in the words of Fairvisor's bundle format.
+"""`rules`, `fallback_limit` and `circuit_breaker`: a policy's budgets, named as in Fairvisor's bundle format.
 
-A rule's `algorithm_config` has the keys of its `algorithm`, so its model is found in `CONFIGS`.
+A rule's `algorithm_config` has different keys for each `algorithm`; `CONFIGS` maps an algorithm to
+its model.
 """
 # interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled classes do not keep
 
@@ -18,10 +19,10 @@ from extproc.request.limit_keys import CallerKey, check_limit_key, is_in_body
 from extproc.sessions.session_limits import Model, Price
 
 MAX_AMOUNT: Final = 1_000_000_000
-"""Maximum of a budget, a burst and a cost, so that all sums stay exact in the numbers of Lua."""
+"""Maximum of a budget, a burst and a cost. It keeps all sums exact in Lua's numbers."""
 
 DEFAULT_ANSWER: Final = 1000
-"""Tokens reserved for an answer whose length the request does not limit."""
+"""Tokens reserved for an answer if the request sets no limit."""
 
 MIN_RATE: Final = 0.001
 MAX_STAGE_DELAY_MS: Final = 30_000
@@ -30,7 +31,7 @@ MAX_RESET_MINUTES: Final = 525_600
 FIXED: Final = "fixed"
 TOKENS, INPUT, OUTPUT, DOLLARS = "usage:tokens", "usage:input", "usage:output", "usage:dollars"
 MEASURED: Final = (TOKENS, INPUT, OUTPUT, DOLLARS)
-"""Costs that Envoy's access log reports after the response."""
+"""Costs that are known after the response, from Envoy's access log."""
 
 FALLBACK: Final = "fallback_limit"
 HEADER_HINT: Final = "header_hint"
@@ -70,7 +71,7 @@ def _check_match_key(value: str) -> str:
 
 
 def _write_match_value(value: object) -> str:
-    """A value as limit keys have it: text."""
+    """Convert a value to text, as limit keys do."""
     written = write_claim(value)
     if not written:
         raise make_error("must be a string, a number or a boolean, and not empty")
@@ -202,7 +203,7 @@ CONFIGS: Final[dict[str, type[TokenBucket | CostBased | TokenBucketLlm]]] = {
     "cost_based": CostBased,
     "token_bucket_llm": TokenBucketLlm,
 }
-"""The model of `algorithm_config` for each algorithm."""
+"""The model of each algorithm's `algorithm_config`."""
 
 
 class Rule(JsonObject):
@@ -226,7 +227,7 @@ class Rule(JsonObject):
     match: dict[MatchKey, MatchValue] | None = None
 
     def needs_answers(self) -> bool:
-        """Whether what a request costs is known only after the response."""
+        """Whether the cost of a request is known only after the response."""
         return self.algorithm == "token_bucket_llm" or self.algorithm_config.get("cost_key") in MEASURED
 
 
@@ -259,7 +260,7 @@ class CircuitBreaker(JsonObject):
 
 
 def list_configs(spec: dict[str, Any]) -> Iterator[tuple[Place, type[JsonObject], Any]]:
-    """The `algorithm_config` of each rule of a raw spec that can be checked: its place, its model, and itself."""
+    """List the `algorithm_config` of each rule of a raw spec, if it can be checked: place, model and value."""
     for place, rule in _list_rules(spec):
         algorithm = rule.get("algorithm")
         model = CONFIGS.get(algorithm) if isinstance(algorithm, str) else None
@@ -268,7 +269,7 @@ def list_configs(spec: dict[str, Any]) -> Iterator[tuple[Place, type[JsonObject]
 
 
 def _list_rules(spec: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
-    """The rules of a raw spec and its fallback, each with its place, as far as they are objects."""
+    """List the rules of a raw spec and its fallback, with their places; anything but an object is skipped."""
     rules, fallback = spec.get("rules"), spec.get(FALLBACK)
     listed: list[tuple[Place, Any]] = [
         (("rules", number), rule) for number, rule in enumerate(rules if isinstance(rules, list) else ())
@@ -277,7 +278,10 @@ def _list_rules(spec: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
 
 
 def find_rule_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Rules between the keys of a raw spec's budgets: the place below the spec, and the message."""
+    """Check the keys of a raw spec's budgets against each other.
+
+    Yields place below the spec and message.
+    """
     first: dict[str, Place] = {}
     for place, rule in _list_rules(spec):
         name = rule.get("name", FALLBACK if place == (FALLBACK,) else None)
@@ -314,7 +318,6 @@ def _find_config_errors(algorithm: object, config: dict[str, Any]) -> Iterator[t
 
 
 def _find_burst_errors(config: dict[str, Any], burst: str, rate: str) -> Iterator[tuple[Place, str]]:
-    """Find a bucket that holds less than flows in."""
     holds, flows = _read_number(config.get(burst)), _read_number(config.get(rate))
     if holds is not None and flows is not None and 0 < holds < flows:
         yield (burst,), f"{burst} must be >= {rate}, which is {flows:g}, not {holds:g}"

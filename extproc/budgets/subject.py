@@ -1,4 +1,4 @@
-"""What a model or a client is told about a budget."""
+"""What a message to a model or client says about a budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from extproc.decision import Advice, Framed, Outcome, Reason
 
 DOLLAR_UNIT: Final = "dollars"
 REQUEST_UNIT: Final = "requests"
-TOKEN_UNIT: Final = "tokens"  # noqa: S105  # no password
+TOKEN_UNIT: Final = "tokens"  # noqa: S105  # not a password
 
 
 class BudgetSubject:
@@ -17,14 +17,14 @@ class BudgetSubject:
 
     Attributes:
         rule: the rule's name.
-        reason: why the request would be refused.
-        limit: the most that the bucket holds, or the budget of the period, in the rule's own unit.
-        left: what is left of it.
-        asked: what the request asks for.
-        span: the words for the time that the budget is for, such as `a minute`; empty for a single request.
-        reset: seconds until the budget is whole again, or its next period begins.
+        reason: the reason of a refusal.
+        limit: the bucket's capacity or the period's budget, in the rule's unit.
+        left: the rest of it.
+        asked: the cost of the request.
+        span: the budget's time in words, such as `a minute`; empty for a limit of a single request.
+        reset: seconds until the bucket is full, or the next period begins.
         final: waiting does not help.
-        unit: what is counted: tokens, dollars, or empty for costs.
+        unit: tokens, dollars or requests; empty for other costs.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -62,7 +62,7 @@ class BudgetSubject:
 
     @property
     def percent(self) -> float:
-        """How much of the budget is used."""
+        """The percentage of the budget that is used."""
         return max(0.0, (self.limit - self.left) * 100 / self.limit) if self.limit else 100.0
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
@@ -85,7 +85,6 @@ class BudgetSubject:
         )
 
     def _write_open(self, outcome: Outcome) -> str:
-        """The message about an open breaker."""
         opened = f"Spending was stopped because it reached {_write(self.limit, self.unit)} in a minute."
         if outcome.retry_after is None:
             return f"{opened} Do not send this request again: tell the user, and wait for an operator."
@@ -102,7 +101,6 @@ class BudgetSubject:
 
 
 def _write(amount: float, unit: str) -> str:
-    """An amount for people."""
     if unit == REQUEST_UNIT:
         return f"{floor(amount)} request{'' if floor(amount) == 1 else 's'}"
     shown = f"{amount:.9g}"

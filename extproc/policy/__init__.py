@@ -1,2 +1,2 @@
-"""Policies: what a bundle is, how it is read, and which policies apply to a request."""
+"""Policies: the format of bundles, and how they are read and checked."""
 # interpreted, with all below: runs at start and at reload; compiled classes do not keep the annotations that pydantic reads

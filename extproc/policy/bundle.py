@@ -1,7 +1,7 @@
-"""What a policy bundle is: the JSON's own keys as typed, frozen models, and the JSON Schema made from them.
+"""The bundle format: the JSON's keys as typed, frozen models, and the JSON Schema generated from them.
 
-The format is Fairvisor's bundle plus Loopguard's own keys, so a drop-in bundle loads unchanged. Rules about a field are here,
-beside the field; rules that compare fields are in `rules.py`.
+The format is Fairvisor's bundle plus Loopguard's own keys, so drop-in bundles load unchanged. A
+field's own rules are here; rules that compare fields are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ SHADOW: Final = "shadow"
 ANY_API: Final = "any"
 
 EVERYBODY: Final = 100
-"""The percentage at which the policy acts on all callers, including those without a place."""
+"""The percentage at which a policy acts on all callers, including unidentified ones."""
 
 MAX_LABELS: Final = 8
 NO_ALIASES: Any = Field(default_factory=dict, json_schema_extra={"default": {}})
 
 _HASH = re.compile(r"[0-9a-f]{16}\Z")
 ALIAS = re.compile(r"[A-Za-z0-9_.@-]{1,64}\Z")
-"""The name of a caller; also matches a hash."""
+"""A caller's name; a hash matches, too."""
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
-"""Characters of a path, with `%` as the start of an escape; Envoy escapes all others."""
+"""Characters that Envoy leaves as they are in a path; `%` starts an escape."""
 
 METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
 METHODS = frozenset(
@@ -80,7 +80,8 @@ METHODS = frozenset(
     BAN LIST M-SEARCH MSEARCH NOTIFY PURGE SOURCE SUBSCRIBE UNSUBSCRIBE
     """.split()  # noqa: SIM905  # a list literal would be 48 lines
 )
-"""The methods that IANA has registered and, in the last line, others in use. Servers may accept more."""
+"""Methods registered with IANA; the last line has unregistered ones in use. Servers may accept
+more."""
 
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
 
@@ -170,7 +171,8 @@ def _check_timestamp(value: object) -> object:
 
 
 OBJECT, LIST = "(object)", "(list)"
-"""Tags that pydantic adds to the places of errors in a value that may be a list, unlike any key; they are removed again."""
+"""Tags that pydantic inserts into the places of errors, for values that may be a list. No key equals
+them, and messages omit them."""
 
 _NAMES = ", ".join(API_NAMES)
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
@@ -216,13 +218,14 @@ Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
 class Selector(JsonObject):
-    """Which requests a policy applies to: those that match every key; of the paths, one.
+    """Which requests a policy applies to: those that match every key; one matching path is enough.
 
     Attributes:
-        apis: `any` for all paths on which a model answers, or a list of the APIs that `loopguard schema` names. The end of the
-            path tells the API, whatever the path begins with.
+        apis: `any` for all paths on which a model answers, or a list of the APIs that `loopguard
+            schema` names. The end of the path tells the API, whatever the path begins with.
         pathExact: this path, without the query.
-        pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/` everything.
+        pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/`
+            everything.
         pathPrefixes: any of several such prefixes.
         methods: any of these HTTP methods.
         hosts: any of these hosts, without port; case is ignored.
@@ -238,21 +241,21 @@ class Selector(JsonObject):
     routes: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
 
     def list_prefixes(self) -> list[str]:
-        """Every prefix, each once."""
+        """Every prefix, without duplicates."""
         own = [self.pathPrefix] if self.pathPrefix is not None else []
         return list(dict.fromkeys([*own, *(self.pathPrefixes or ())]))
 
     def list_apis(self) -> list[str]:
-        """The names of the APIs whose paths it selects; empty if any path will do."""
+        """The APIs that it selects; empty if it selects any path."""
         return API_NAMES if self.apis == ANY_API else list(dict.fromkeys(self.apis or ()))
 
     def spans_apis(self) -> bool:
-        """Whether it selects paths by their APIs alone."""
+        """Whether it selects paths only by API."""
         return self.apis is not None and self.pathExact is None and not self.list_prefixes()
 
 
 class Bypass(JsonObject):
-    """Requests that are never counted: those that match every key; of the paths, one.
+    """Requests that are never counted: those that match every key; one matching path is enough.
 
     Attributes:
         header: requests with this header, whatever its value.
@@ -313,7 +316,7 @@ class LoopDetection(SimilarityKeys):
 
     @property
     def adds_notes(self) -> bool:
-        """Whether one of its actions puts a note into requests."""
+        """Whether one of its actions adds a note to requests."""
         named = [self.action, *[name for name, _ in self.escalate.list_steps()]]
         return any(action.value in named for action in NOTED)
 
@@ -377,7 +380,7 @@ class Spec(JsonObject):
     circuit_breaker: CircuitBreaker | None = None
 
     def all_limit_keys(self) -> list[str | FirstOf]:
-        """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
+        """The `limit_keys` of the policy, its rules and its fallback, without duplicates."""
         keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
 
@@ -390,11 +393,11 @@ class Spec(JsonObject):
         return self.ramp_by or [key for key in self.all_limit_keys() if not is_in_body(key)]
 
     def is_enabled(self) -> bool:
-        """Whether any part of the policy judges requests."""
+        """Whether any guard is enabled."""
         return self.session_limits is not None or bool(self.detectors()) or self.has_budgets()
 
     def has_budgets(self) -> bool:
-        """Whether it limits what a caller may use in a time."""
+        """Whether it has a budget or a circuit breaker."""
         return bool(self.rules) or self.fallback_limit is not None or self.has_breaker()
 
     def has_breaker(self) -> bool:
@@ -406,17 +409,20 @@ class Spec(JsonObject):
         return [*self.rules, *([self.fallback_limit] if self.fallback_limit is not None else [])]
 
     def keeps_counts(self) -> bool:
-        """Whether a detector stores state that callers without descriptors would share."""
+        """Whether it stores state that callers without descriptors would share."""
         counting = any(not KINDS[loop.similarity].stateless or loop.cooldown_seconds for _, loop in self.detectors())
         return counting or self.session_limits is not None
 
     def find_session_inspect_bytes(self) -> int:
-        """Maximum length of a body that `session_limits` inspect: their own, or the largest of detectors' and the default."""
+        """Maximum body length that `session_limits` inspect: their own, or the largest of the detectors and the default."""
         own = self.session_limits.max_inspect_bytes if self.session_limits is not None else None
         return own or max([INSPECT_BYTES, *[loop.max_inspect_bytes for _, loop in self.detectors()]])
 
     def detectors(self) -> list[tuple[str, LoopDetection]]:
-        """The enabled entries of `loop_detection`, by name: their own, else their similarity, or `default` for a single one."""
+        """The enabled entries of `loop_detection` by name.
+
+        The default name is the similarity, or `default` if `loop_detection` is not a list.
+        """
         loops = self.loop_detection
         if loops is None:
             return []
@@ -473,7 +479,7 @@ class KillSwitch(JsonObject):
 
 
 class Envelope(JsonObject):
-    """A bundle around its policies and kill switches, which are checked one by one.
+    """A bundle whose policies and kill switches are still unchecked.
 
     Attributes:
         bundle_version: number of this version of the bundle.
@@ -504,11 +510,11 @@ class Bundle(Envelope):
 
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
-"""An attribute in a docstring, with its continuation lines."""
+"""An attribute in a docstring, with continuation lines."""
 
 
 def _describe(definition: dict[str, Any], model: type[JsonObject]) -> None:
-    """Add the text about each attribute, in the docstrings of a model and its bases, where editors show it."""
+    """Copy the description of each attribute from the docstrings of a model and its bases, for editors."""
     definition["description"] = cleandoc(model.__doc__ or "").partition("\n\nAttributes:\n")[0]
     for owner in reversed(model.__mro__):
         _, _, attributes = cleandoc(owner.__doc__ or "").partition("Attributes:\n")

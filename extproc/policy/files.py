@@ -1,4 +1,4 @@
-"""Reads every policy file below some paths, or reports why one cannot be read."""
+"""Reads the policy files below some paths, or reports why a file is unreadable."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import PurePath
 from extproc.errors import BundleError
 
 MAX_FILE = 64 * 2**20
-"""Maximum size of a policy file, in bytes: room for a hundred thousand policies."""
+"""Maximum size of a policy file in bytes, enough for a hundred thousand policies."""
 
 _SUFFIX = ".json"
 _PROSE = (".md", ".markdown", ".rst", ".adoc")
 _LEFTOVERS = ("~", "#", ".swp", ".tmp")
-"""Endings of files that editors make for a moment."""
+"""Endings of editors' temporary files."""
 
 
-def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
+def read_all(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
     """The bytes of the readable files below `paths`, and errors for the others; see `read_each`."""
     found = read_each(paths)
     files = {name: content for name, content in found.items() if isinstance(content, bytes)}
@@ -26,10 +26,11 @@ def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[Bundl
 
 
 def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
-    """The bytes of every policy file below `paths`, in a stable order; in place of what cannot be read, the error.
+    """The bytes or the error of every policy file below `paths`, in a stable order.
 
-    A directory stands for all `*.json` below it, except names that start with a dot, in which a Kubernetes ConfigMap keeps its
-    older versions. One without any is an error. `find_unread` names its other files.
+    A directory stands for all `*.json` below it, except names that start with a dot, in which a
+    Kubernetes ConfigMap keeps older versions. A directory without any is an error. `find_unread`
+    reports other files.
     """
     found: dict[str, bytes | BundleError] = {}
     for path in paths:
@@ -50,14 +51,14 @@ def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
 
 
 def find_unread(paths: Iterable[str]) -> list[BundleError]:
-    """A warning for each file below the directories among `paths` that may be meant as a policy file, and is not read."""
+    """A warning for each file below the directories among `paths` that is not read, but may be meant as a policy file."""
     files = [file for path in paths if os.path.isdir(path) for file in sorted(_list_files(path, {}))]  # noqa: PTH112  # as in `read_each`
     why = f"is not read: policies are JSON, in files whose names end in {_SUFFIX}"
     return [BundleError(file, "", why) for file in files if not file.endswith(_SUFFIX) and _may_be_policies(PurePath(file))]
 
 
 def _may_be_policies(file: PurePath) -> bool:
-    """Whether it is neither documentation, such as LICENSE or README.txt, nor an editor's."""
+    """Whether it is neither documentation, such as LICENSE or README.txt, nor an editor's file."""
     document = file.suffix in _PROSE or (file.stem.isupper() and file.suffix in ("", ".txt"))
     return not document and not file.name.endswith(_LEFTOVERS)
 
@@ -65,7 +66,7 @@ def _may_be_policies(file: PurePath) -> bool:
 def find_directories(
     directory: str, on_error: Callable[[str, OSError], None], above: frozenset[str] = frozenset()
 ) -> Iterator[str]:
-    """The directory and all below it that are searched for policies; `on_error` is told of each that cannot be listed."""
+    """The directory and all below it that may have policies; unreadable ones are passed to `on_error`."""
     real = os.path.realpath(directory)
     if real in above:  # a symbolic link that leads back up
         return
@@ -97,7 +98,7 @@ def _is_visible(entry: os.DirEntry[str]) -> bool:
 
 
 def _read(file: str) -> bytes:
-    """The bytes of a regular file; others are refused, because a FIFO waits for a writer, and a device may never end."""
+    """The bytes of a regular file. A FIFO would wait for a writer, and a device may never end."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError("is not a regular file")

@@ -1,10 +1,11 @@
-"""Chooses, file by file, between what is on disk and what was last good there.
+"""Chooses for each file between its version on disk and its last good version.
 
-A file with errors keeps its last good state, and the changes of other files act. If two files contradict each other, the one
-that changed is refused: a policy's id stays with the file that has it in force. A comparison (`canary_of`) whose policy another
-file has taken away is no error: the policy goes on, and is not compared.
-
-A file is judged once. Later loads take over the result, and only compare files with each other.
+- A file with errors keeps its last good version; other files change independently.
+- If two files contradict each other, the changed one is refused: a policy id stays with the file
+  that has it in force.
+- If another file removes the policy that `canary_of` names, that is no error. The canary stays in
+  force without a comparison.
+- Each version is checked once. Later loads reuse the result and only compare files with each other.
 """
 # interpreted: runs at reload
 
@@ -39,8 +40,8 @@ class KeptFile(NamedTuple):
     Attributes:
         data: its bytes, compressed.
         sha256: their hash.
-        checked: the time as of which it was judged.
-        judged: the result, without what is not needed once it is compiled.
+        checked: the time as of which it was checked.
+        judged: the result, without objects that only parsing needed.
     """
 
     data: bytes
@@ -54,12 +55,12 @@ class KeptFile(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result for a file that is not in force, on its own.
+    """The result for a file that is not in force.
 
     Attributes:
         sha256: hash of the file's bytes.
-        checked: the time as of which it was judged. What was wrong then still is.
-        errors: empty for a file that could act.
+        checked: the time as of which it was checked; its errors do not expire.
+        errors: empty if the file is valid on its own.
         judged: None for a file with errors.
     """
 
@@ -70,12 +71,12 @@ class Verdict(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What acts from now on.
+    """The result of a load.
 
     Attributes:
-        kept: the files, in order.
-        refused: the errors of each file whose content on disk does not act.
-        verdicts: on files with errors of their own.
+        kept: the files in force, in order.
+        refused: the errors of each file whose version on disk is not in force.
+        verdicts: results for files with errors of their own.
     """
 
     policies: PolicySet
@@ -86,7 +87,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file on disk and its hash; without data, one that cannot be read at present."""
+    """A file on disk and its hash; without data, it is currently unreadable."""
 
     data: bytes | None = None
     sha256: str = ""
@@ -94,14 +95,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class FileRules:
-    """What files are judged by, as long as the process runs."""
+    """Settings of the process for checking files."""
 
     namespaces: Sequence[Namespace] = ()
     allow_unenforced: bool = False
 
 
 def judge(file: str, found: Found, now: datetime, rules: FileRules) -> Verdict:
-    """Judge a file on its own."""
+    """Check a file on its own."""
     parsed = parse_file(file, found.data or b"", found.sha256, now, namespaces=rules.namespaces)
     errors = [*parsed.errors, *(() if rules.allow_unenforced else refuse_unenforced(parsed.unenforced))]
     return Verdict(found.sha256, now, errors, parsed)
@@ -109,7 +110,7 @@ def judge(file: str, found: Found, now: datetime, rules: FileRules) -> Verdict:
 
 @dataclass
 class _Chooser:
-    """The versions of files that have been chosen so far, and whether each is the one in force."""
+    """The versions chosen so far, and whether each is the one in force."""
 
     standing: Mapping[str, KeptFile]
     known: Mapping[str, Verdict]
@@ -123,7 +124,7 @@ class _Chooser:
     scrap: list[object] = field(default_factory=list)
 
     def consider(self, file: str, found: Found) -> None:
-        """Choose the file on disk, if it has no errors of its own."""
+        """Choose the version on disk if it is valid on its own."""
         verdict = self.known.get(file)
         if verdict is None or verdict.sha256 != found.sha256:
             verdict = judge(file, found, self.now, self.rules)
@@ -135,17 +136,20 @@ class _Chooser:
             self.refuse(file, verdict.errors)
 
     def refuse(self, file: str, errors: list[BundleError]) -> None:
-        """Return to the file in force, if there is one."""
+        """Return to the version in force, if there is one."""
         self.refused[file] = errors
         parsed, stood = self.chosen.pop(file, (None, False))
-        known = self.known.get(file)  # the result of an earlier load, which may be needed again
+        known = self.known.get(file)  # from an earlier load, and may be needed again
         if parsed is not None and (known is None or parsed is not known.judged):
             self.scrap += [*parsed.shed(), *(parsed.source.policies if parsed.source is not None else ())]
         if not stood:
             self.restore(file)
 
     def restore(self, file: str) -> None:
-        """Choose the file in force, if there is one. Without compiled policies, it is parsed again."""
+        """Choose the version in force, if there is one.
+
+        Parse it again if its policies are not compiled.
+        """
         kept = self.standing.get(file)
         if kept is None:
             return
@@ -155,11 +159,11 @@ class _Chooser:
         self.chosen[file] = judged, True
 
     def stands(self, file: str) -> bool:
-        """Whether the version in force is chosen, not a new one."""
+        """Whether the chosen version is the one in force."""
         return self.chosen[file][1]
 
     def keep(self, judged: ParsedFile, found: Found) -> KeptFile:
-        """The chosen version, to return to."""
+        """The chosen version, to return to later."""
         if self.stands(judged.file):
             return self.standing[judged.file]
         return KeptFile(zlib.compress(found.data or b"", _LEVEL), found.sha256, self.checked[judged.file], judged)
@@ -175,16 +179,16 @@ def choose(  # noqa: PLR0913  # everything that decides the result
     known: Mapping[str, Verdict] = MappingProxyType({}),
     compiled: Container[str] = (),
 ) -> Choice:
-    """Choose the version of each file; a file that is not among `files` is gone.
+    """Choose a version of each file; files missing from `files` have been deleted.
 
     Args:
-        files: what is on disk.
+        files: the files on disk.
         standing: the files in force.
-        now: when policies and switches expire.
-        rules: what the files are judged by.
-        afresh: judge again what is unchanged.
+        now: for expiries of policies and switches.
+        rules: settings for checking files.
+        afresh: check unchanged files again.
         known: the results for files that are not in force.
-        compiled: the files in force whose compiled policies can be taken over.
+        compiled: the files in force whose compiled policies can be reused.
     """
     chooser = _Chooser(standing, known, compiled, now, rules)
     for file, found in files.items():

@@ -1,7 +1,9 @@
-"""From bytes to policies, or to every error at once: nothing is loaded partially or dropped silently.
+"""From bytes to policies, or to every error at once.
 
-`load` is pure except for reading the files. During a reload, it runs in a worker thread. It checks policies one by one, so that
-no single call holds the interpreter lock for long.
+No file is loaded partially, and nothing is dropped silently.
+
+`load` is pure except that it reads files. During a reload, it runs in a worker thread. It checks
+policies one by one, so that no call holds the interpreter lock for long.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from extproc.errors import BundleError, BundleErrors
 from extproc.objects import Place
 from extproc.policy import rules
 from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy, read_moment
-from extproc.policy.files import read_what_can_be
+from extproc.policy.files import read_all
 from extproc.policy.messages import describe, explain
 from extproc.policy.namespaces import Namespace, find_policy_errors, find_switch_errors, name_namespace
 from extproc.policy.outline import Outline, Texts
@@ -41,14 +43,14 @@ class Source:
     """One policy file.
 
     Attributes:
-        policies: in the file's order; empty after they are freed.
+        policies: in the file's order; empty once they are freed.
         bundle_version: None for a single policy or a list.
         expires_at: when the bundle expires.
-        shadow_until: end of the `global_shadow` that puts the file's policies in shadow mode; None for none.
-        kill_switches: in the file's order, with their numbers there; empty after they are freed.
-        override_until: end of the `kill_switch_override` that turns all of them off; None for none.
-        namespace: the name of the namespaces that the file is in; empty for none.
-        outlines: of the policies; they stay.
+        shadow_until: when the file's `global_shadow` ends; None if it is off.
+        kill_switches: with their numbers in the file; empty once they are freed.
+        override_until: when the file's `kill_switch_override` ends; None if it is off.
+        namespace: the name of the file's namespaces; empty if it has none.
+        outlines: of the policies; never freed.
     """
 
     file: str
@@ -73,7 +75,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Unenforced(BundleError):
-    """A part of a drop-in bundle that is not enforced: a key of a policy's spec or, without a policy, of the bundle."""
+    """An unsupported part of a drop-in bundle: a key of a policy's spec or, without a policy, of the bundle."""
 
     policy: str
     part: str
@@ -81,14 +83,14 @@ class Unenforced(BundleError):
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """Everything that was loaded, with messages for the user.
+    """The result of a load, with messages for the user.
 
     Attributes:
-        warnings: about parts that are valid, but may not be what their author intended.
+        warnings: about valid parts that may not be intended.
         unenforced: parts of a drop-in bundle that this version does not enforce.
-        scrap: temporary objects of parsing, policy by policy, to be freed together with the policies and not before: new
-            objects would fill the gaps between these, and keep all of the memory around them allocated.
-        notes: what a default means for policies that do not set the key, each once.
+        scrap: temporary objects of parsing, to free together with the policies. If they were freed
+            earlier, new objects would fill the gaps and keep the memory around them allocated.
+        notes: the effects of defaults; each message once.
     """
 
     sources: tuple[Source, ...]
@@ -124,20 +126,23 @@ class PolicySet:
         return [policy.id for policy in acting if any(loop.adds_notes for _, loop in policy.spec.detectors())]
 
     def require_enforced(self) -> None:
-        """Raise BundleErrors with each part of a bundle that is not enforced, so that no limit is lost silently."""
+        """Raise BundleErrors if a part of a bundle is not enforced, so that no limit is lost silently."""
         if self.unenforced:
             raise BundleErrors(refuse_unenforced(self.unenforced))
 
 
 def refuse_unenforced(parts: Iterable[Unenforced]) -> list[BundleError]:
-    """Parts that are not enforced, as errors."""
+    """Convert unenforced parts to errors."""
     hint = "remove it, or start with --allow-unenforced"
     return [replace(part, message=f"{part.message}; {hint}") for part in parts]
 
 
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
-    """Read and check every policy file below `paths` as of `now`; raises BundleErrors with every error of every file."""
-    files, errors = read_what_can_be(paths)
+    """Read and check every policy file below `paths` as of `now`.
+
+    Raises BundleErrors with every error of every file.
+    """
+    files, errors = read_all(paths)
     try:
         policies = parse(files, now)
     except BundleErrors as error:
@@ -150,12 +155,13 @@ def load(paths: Iterable[str], now: datetime) -> PolicySet:
 def parse(
     files: Mapping[str, bytes], now: datetime, *, on_route: bool = False, namespaces: Sequence[Namespace] = ()
 ) -> PolicySet:
-    """Check policy files that have been read already; otherwise like `load`.
+    """Check the contents of policy files; otherwise like `load`.
 
-    Policies that come with a route (`on_route`) apply to all of its requests if they name no path and no route.
+    A policy that comes with a route (`on_route`) applies to all of the route's requests, unless it
+    names a path or a route.
     """
-    # Hashed in advance, not file by file below, because hashing releases the interpreter lock for a moment. An event loop that
-    # waits for the lock would wake to find it taken again, and start to wait anew (5 ms). Every millisecond, that starves it.
+    # Hashing releases the interpreter lock for a moment. If it ran between files, an event loop that
+    # waits for the lock would wake, find it taken and wait another 5 ms, again and again.
     hashes = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     parsed = [
         parse_file(file, data, hashes[file], now, on_route=on_route, namespaces=namespaces) for file, data in files.items()
@@ -178,7 +184,7 @@ def parse_file(  # noqa: PLR0913  # everything that decides the result
     on_route: bool = False,
     namespaces: Sequence[Namespace] = (),
 ) -> ParsedFile:
-    """One file's policies, with everything there is to say about them alone."""
+    """Check one file on its own."""
     parsed = ParsedFile(file, namespaces, on_route=on_route)
     source = _parse_file(data, sha256, now, parsed)
     parsed.shapes = {}
@@ -190,7 +196,7 @@ def parse_file(  # noqa: PLR0913  # everything that decides the result
 
 
 def join(parsed: Sequence[ParsedFile]) -> PolicySet:
-    """The policies of all files, which have no errors. Warnings and notes of a file are given out once."""
+    """Combine files without errors. Each file's warnings and notes are returned once."""
     notes: dict[str, tuple[BundleError, int]] = {}
     for file in parsed:
         for message, (first, policies) in file.notes.items():
@@ -210,9 +216,9 @@ def join(parsed: Sequence[ParsedFile]) -> PolicySet:
 
 
 def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] | None = None) -> list[BundleError]:
-    """An error for each policy whose id another one has.
+    """An error for each duplicate id.
 
-    The first one keeps the id, unless `owners` names the file of an id: it returns an empty text for none.
+    The first policy keeps the id, unless `owners` returns the id's file; empty if it has none.
     """
     parsed = list(parsed)
     names = [name for file in parsed for name in file.list_names()]
@@ -238,7 +244,7 @@ def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] |
 
 
 def find_unpaired(parsed: Iterable[ParsedFile]) -> list[BundleError]:
-    """An error for each policy whose `canary_of` names one that it cannot be compared with."""
+    """An error for each policy whose `canary_of` cannot be compared with."""
     parsed = list(parsed)
     claims = [claim for file in parsed for claim in file.list_claims()]
     if not any(claim is not None and claim.canary_of is not None for claim in claims):
@@ -268,15 +274,15 @@ def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
 
 
 class ParsedFile:
-    """The results of one file.
+    """The result of parsing one file.
 
     Attributes:
-        source: its policies; None if it has an unknown structure.
+        source: its policies; None if the file's structure is unknown.
         place: of the list of policies; None for a single policy.
         ids: ids and their pointers, including those of invalid policies.
         entries: raw policies.
-        shapes: notes on policies that have nothing else to be said about, by what `_encode_shape` makes of them. Files that a
-            program has written repeat a few of these thousands of times.
+        shapes: notes on policies without other messages, by the result of `_encode_shape`.
+            Generated files repeat a few shapes thousands of times.
     """
 
     def __init__(self, file: str, namespaces: Sequence[Namespace] = (), *, on_route: bool = False) -> None:
@@ -289,7 +295,7 @@ class ParsedFile:
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
         self.unenforced: list[Unenforced] = []
-        self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and the number of policies
+        self.notes: dict[str, tuple[BundleError, int]] = {}  # message to first place, number of policies
         self.ids: list[tuple[str, str]] = []
         self.entries: list[object] = []
         self.shapes: dict[bytes | None, list[tuple[Place, str]]] = {}
@@ -311,7 +317,7 @@ class ParsedFile:
         return len(self.entries) if self.errors or self.source is None else len(self.source.outlines)
 
     def list_claims(self) -> list[Claim | None]:
-        """What each policy says about comparisons, including invalid ones."""
+        """The `Claim` of each policy, including invalid ones."""
         if self.errors or self.source is None:
             return [read_claim(entry, self.namespace) for entry in self.entries]
         return [make_claim(policy, self.namespace) for policy in self.source.outlines]
@@ -321,7 +327,7 @@ class ParsedFile:
         return () if self.place is None else (*self.place, number)
 
     def shed(self) -> list[object]:
-        """Give away all that is not needed once the file is compiled (see `PolicySet.scrap`), and what it has to say."""
+        """Return all objects that are not needed once the file is compiled, and its messages; see `PolicySet.scrap`."""
         scrap: list[object] = [*self.entries, *self.ids, *self.warnings]
         self.entries, self.ids, self.warnings, self.notes = [], [], [], {}
         return scrap
@@ -339,7 +345,7 @@ class ParsedFile:
         self.warnings.append(BundleError(self.file, write_pointer(place), message))
 
     def warn_all(self, place: Place, found: Iterable[tuple[Place, str]]) -> None:
-        """Report warnings about what is below a place."""
+        """Report warnings below a place."""
         self.warnings += [BundleError(self.file, write_pointer((*place, *below)), message) for below, message in found]
 
     def disclaim(self, place: Place, message: str, part: str, policy: str = "") -> None:
@@ -347,13 +353,13 @@ class ParsedFile:
         self.unenforced.append(Unenforced(self.file, write_pointer(place), message, policy, part))
 
     def note(self, place: Place, message: str) -> None:
-        """Report what a default means, once for all policies."""
+        """Report the effect of a default, once for all policies."""
         first, policies = self.notes.get(message) or (BundleError(self.file, write_pointer(place), message), 0)
         self.notes[message] = first, policies + 1
 
 
 def _parse_file(data: bytes, sha256: str, now: datetime, report: ParsedFile) -> Source | None:
-    """One file's policies, or None if the file has an unknown structure; errors go to `report`."""
+    """Parse one file; None if its structure is unknown. Errors go to `report`."""
     document = _decode(data, report)
     if isinstance(document, list):
         return Source(report.file, sha256, _parse_policies(document, (), report))
@@ -363,7 +369,7 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: ParsedFile) -> 
         if "id" in document or "spec" in document:
             policy = _parse_policy(document, (), report)
             return Source(report.file, sha256, [policy] if policy else [])
-        if str(document.get("$schema", "")).startswith(_SCHEMAS):  # what `loopguard schema` prints, kept beside the policies
+        if str(document.get("$schema", "")).startswith(_SCHEMAS):  # the output of `loopguard schema`, saved beside the policies
             report.note((), "is a JSON Schema, so it has no policies")
             return Source(report.file, sha256, [])
     if document is not None:
@@ -373,7 +379,7 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: ParsedFile) -> 
 
 
 def _decode(data: bytes, report: ParsedFile) -> Any:  # noqa: ANN401  # raw JSON
-    """The document, or None; a repeated key, which most parsers ignore, is an error."""
+    """The document, or None. Repeated keys, which most parsers ignore, are errors."""
     try:
         document, repeated = decode(data)
     except NotJsonError as error:
@@ -387,7 +393,10 @@ def _decode(data: bytes, report: ParsedFile) -> Any:  # noqa: ANN401  # raw JSON
 
 
 def _is_bundle(document: Mapping[str, Any]) -> bool:
-    """Whether an object is meant as a bundle. A misspelt `policies` must not hide which key is wrong."""
+    """Whether an object is meant as a bundle.
+
+    Even if `policies` is misspelt, the errors must be about a bundle.
+    """
     if "policies" in document:
         return True
     return not {"id", "spec"} & document.keys() and not Envelope.model_fields.keys().isdisjoint(document)
@@ -396,7 +405,7 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
 def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, report: ParsedFile) -> Source:
     envelope = _validate(Envelope, document, (), report)
     _check_times(document, now, report)
-    # Other values than arrays are reported by the model
+    # The model reports other values than arrays
     below = [document.get(key) for key in ("kill_switches", "policies")]
     entries, raw = [value if isinstance(value, list) else [] for value in below]
     switches = _parse_kill_switches(entries, now, report)
@@ -428,7 +437,7 @@ def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) 
 
 
 def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: ParsedFile) -> bool:
-    """Whether a valid kill switch can have an effect."""
+    """Report warnings about a valid kill switch; whether it can have an effect."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
         why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"
@@ -443,7 +452,7 @@ def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: P
 
 
 def _find_end(override: Override | None) -> datetime | None:
-    """When a switch ends; None if it is off."""
+    """When an override ends; None if it is off."""
     if override is None or not override.enabled:
         return None
     return override.expires_at or datetime.max.replace(tzinfo=UTC)
@@ -478,7 +487,7 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
 
 
 def _find_errors(spec: Any, shape: bytes | None, place: Place, report: ParsedFile) -> None:  # noqa: ANN401  # raw JSON
-    """Report errors that the models do not see; none are possible in a known shape, except in the selector."""
+    """Report errors beyond the models' own. A known shape can only have them in its selector."""
     report.refuse_all(place, rules.find_selector_errors(spec))
     if shape in report.shapes:
         return
@@ -488,7 +497,10 @@ def _find_errors(spec: Any, shape: bytes | None, place: Place, report: ParsedFil
 
 
 def _find_notes(policy: Policy, shape: bytes | None, place: Place, report: ParsedFile) -> list[tuple[Place, str]]:
-    """The notes on a valid policy; warnings are reported. Remembers shapes without warnings, which name the policy."""
+    """The notes on a valid policy; warnings are reported.
+
+    Shapes without warnings are cached, because warnings name the policy.
+    """
     known = report.shapes.get(shape)
     if known is not None:
         return known
@@ -501,9 +513,9 @@ def _find_notes(policy: Policy, shape: bytes | None, place: Place, report: Parse
 
 
 def _encode_shape(spec: Any) -> bytes | None:  # noqa: ANN401  # raw JSON
-    """What equals that of policies that differ only in id and selector; None if it cannot be told.
+    """A value that is equal for policies that differ only in id and selector; None if the spec cannot be encoded.
 
-    Not in JSON, in which msgspec writes an infinite number as null.
+    JSON would not do, because msgspec writes infinite numbers as null.
     """
     try:
         return encode({key: value for key, value in spec.items() if key != "selector"})
@@ -512,7 +524,7 @@ def _encode_shape(spec: Any) -> bytes | None:  # noqa: ANN401  # raw JSON
 
 
 def _remark(policy: Policy, place: Place, report: ParsedFile) -> list[tuple[Place, str]]:
-    """Report warnings about a valid policy, but not about its selector; returns its notes."""
+    """Report warnings about a valid policy, except its selector, and return its notes."""
     if not policy.spec.is_enabled():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys())) and policy.spec.keeps_counts():
@@ -525,7 +537,10 @@ def _remark(policy: Policy, place: Place, report: ParsedFile) -> list[tuple[Plac
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: ParsedFile) -> None:
-    """Refuse an expired bundle. This works on raw JSON, so that errors in other fields do not hide it."""
+    """Refuse an expired bundle.
+
+    This reads raw JSON, so that errors in other fields do not hide it.
+    """
     expiries: list[tuple[Place, str, object]] = [(("expires_at",), "the bundle expired", document.get("expires_at"))]
     for name in ("global_shadow", "kill_switch_override"):
         override = document.get(name)
@@ -538,7 +553,7 @@ def _check_times(document: Mapping[str, Any], now: datetime, report: ParsedFile)
 
 
 def _validate(model: type[Model], value: Any, place: Place, report: ParsedFile) -> Model | None:  # noqa: ANN401  # raw JSON
-    """`value` as `model`, or None with every error reported."""
+    """Validate `value`; None if it has errors, which are reported."""
     try:
         return model.model_validate(value)
     except ValidationError as failure:

@@ -1,4 +1,4 @@
-"""Loopguard's sentences for pydantic's errors: which field, what would be right, and what was found."""
+"""Messages for pydantic's errors: the field, what is expected, and what was found."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LONGEST = 60
 _LIMITS: Place = ("spec", "session_limits")
 
 _NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), ("aliases",), ("match",))
-"""The mappings whose keys are checked, too."""
+"""Mappings whose keys are checked."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
-"""Makes a sentence from a field's name and the error's context from pydantic."""
+"""Makes a message from a field's name and pydantic's context of the error."""
 
 
 def _find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """The model of the object at a place below another model's; None if any key is allowed there, or no object."""
+    """The model of the object at a place below a model; None if it is not an object, or allows any key."""
     found: Any = model
     for step in place:
         found = _step_down(found, step)
@@ -36,7 +36,7 @@ def _find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None
 
 
 def _list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every object below a model, by name: its place, or an entry of the list or mapping that contains it."""
+    """Every object below a model, by name: its place, or `an entry of` the list or mapping that contains it."""
     found = [
         (f"an entry of {name}" if held else f"{above}{name}", one)
         for name, field in model.model_fields.items()
@@ -48,7 +48,7 @@ def _list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str
 
 
 def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN401  # an annotation
-    """The models that a field may contain, and whether only in a list or a mapping."""
+    """The models that a field may contain, and whether each is in a list or mapping."""
     alternatives = _list_alternatives(kind)
     alone = [(False, one) for one in alternatives if _is_model(one)]
     items = [item for one in alternatives if get_origin(one) in (list, dict) for item in _list_alternatives(get_args(one)[-1])]
@@ -65,7 +65,7 @@ def _step_down(kind: Any, step: str | int) -> Any:  # noqa: ANN401  # annotation
 
 
 def _list_alternatives(kind: Any) -> list[Any]:  # noqa: ANN401  # annotations
-    """The members of a union, without annotations."""
+    """The members of a union, without `Annotated`."""
     if get_origin(kind) is Annotated:
         return _list_alternatives(get_args(kind)[0])
     if get_origin(kind) in (list, dict, None):
@@ -78,14 +78,14 @@ def _is_model(kind: object) -> bool:
 
 
 def explain(model: type[BaseModel], failure: ValidationError) -> Iterator[tuple[Place, str]]:
-    """Every error of a validation: its place below the value, and the sentence about it."""
+    """Every error of a validation: its place below the value, and the message."""
     for error in failure.errors(include_url=False):
         place = _leave_out_tags(error["loc"])
         yield place, _phrase(model, place, error)
 
 
 def describe(value: object) -> str:
-    """The value that was found, shortened."""
+    """A value for a message, shortened."""
     if isinstance(value, list | dict):
         kind = "array" if isinstance(value, list) else "object"
         return f"an {kind}" if value else f"an empty {kind}"
@@ -95,7 +95,7 @@ def describe(value: object) -> str:
 
 
 def _leave_out_tags(place: Place) -> Place:
-    """A place without pydantic's own additions: the chosen kind of loop_detection, and a mark for a wrong key."""
+    """A place without steps that pydantic adds: tags of unions, and marks of invalid keys."""
     if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
         place = (*place[:2], *place[3:])
     if KEY_TAG in place or OBJECT_TAG in place:
@@ -117,7 +117,7 @@ def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
         right = _phrase_object(model, name, place)
     else:
         right = _PHRASES[kind](name, context) if kind in _PHRASES else error["msg"]
-    found = "" if error["input"] == name else f", not {describe(error['input'])}"  # else it is about the key itself
+    found = "" if error["input"] == name else f", not {describe(error['input'])}"  # otherwise the key itself is wrong
     return f"{right}{found}{context.get('why', '')}"
 
 
@@ -147,7 +147,7 @@ _NOTHING_LEFT_OUT = {
     "ramp_by": "; leave it out for the policy's limit_keys",
     "staged_actions": "; it needs at least one stage",
 }
-"""What to do instead, unless it is to omit the field, so that any value matches."""
+"""The advice for an empty array, if not to omit the field to match any value."""
 
 _NOTHING_FOUND: dict[str, _Phrase] = {
     "missing": _say("is required"),
@@ -157,7 +157,7 @@ _NOTHING_FOUND: dict[str, _Phrase] = {
         f"{name} must not be an empty array{_NOTHING_LEFT_OUT.get(name, '; leave it out to match any')}"
     ),
 }
-"""Sentences that do not mention the value, by pydantic's type of the error."""
+"""Messages that do not mention the value, by pydantic's error type."""
 
 _PHRASES: dict[str, _Phrase] = {
     "literal_error": _phrase_choices,
@@ -175,19 +175,19 @@ _PHRASES: dict[str, _Phrase] = {
 }
 
 _GONE = {"extra_rules": "is gone: remove the key; similar errors are always noted"}
-"""Keys that policies had once, and what to do instead."""
+"""Keys of earlier versions, and what to do instead."""
 
 _FEW = 12
-"""Maximum number of an object's keys to list, if it is unclear which was meant."""
+"""Maximum number of keys to list if no known key is similar."""
 
 _MODELS: dict[str, type[BaseModel]] = {"the bundle": Envelope, "the policy": Policy}
 _MODELS |= sorted(_list_objects(Policy), key=lambda found: "session_limits" in found[0])
 _MODELS |= {**dict(_list_objects(Envelope)), "a kill switch": bundle.KillSwitch}
-"""Each object of a policy file, in the order in which they are searched for a misplaced key."""
+"""Each object of a policy file, in the order of the search for a misplaced key."""
 
 
 def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
-    """Which key was meant, or where it belongs."""
+    """Suggest the key that was meant, or where it belongs."""
     own = _find_object(model, place[:-1])
     keys = list(own.model_fields) if own is not None else []
     started = [key for key in keys if key.startswith(f"{name}_") or name.startswith(f"{key}_") or f"_{name}_" in key]
@@ -207,7 +207,8 @@ def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
 def _find_owner(name: str, place: Place) -> str:
     """The object to which a misplaced key belongs; empty if unknown.
 
-    Keys below session_limits are not suggested: some have the same names as other objects' keys, but another meaning.
+    Keys below session_limits are not suggested elsewhere: some share their name with other objects'
+    keys, but not their meaning.
     """
     owners = [owner for owner, model in _MODELS.items() if name in model.model_fields]
     below = [owner for owner in owners if owner.startswith("spec/session_limits/")]

@@ -1,9 +1,9 @@
-"""Namespaces: the policies below a folder may only select requests of its team.
+"""Namespaces: policies below a folder may only select requests of its team.
 
-A namespace restricts hosts, paths, routes and ids. Each kind that it names applies: a policy must name at least one of the
-namespace's hosts and no other, and the same is true of paths and routes. The prefix of ids is the namespace's own, so that no
-other file can take an id before the team does. Policies are compared (canaries) and callers are named (aliases) within a
-namespace only.
+A namespace restricts hosts, paths, routes and ids. If it names hosts, each of its policies must
+name at least one of them and no others; the same is true of paths and routes. A prefix of ids is
+reserved, so that no other file can take an id first. Canaries are compared, and callers are named
+(aliases), only within a namespace.
 """
 # interpreted: reads options, and runs at load
 
@@ -20,18 +20,18 @@ from extproc.policy.bundle import KillSwitch, Policy, Selector, is_below, normal
 _FORM = "must be PATH=host:NAME,path:/PREFIX,route:NAME,id:PREFIX with at least one of these"
 
 Error = tuple[Place, str]
-"""The place below the policy or kill switch, and what would be right."""
+"""The place below the policy or kill switch, and what is expected."""
 
 
 class Namespace(NamedTuple):
-    """A folder, or a file, and the requests that its policies may select; an empty kind is not restricted.
+    """A folder or file, and the requests that its policies may select; an empty kind is unrestricted.
 
     Attributes:
-        path: the folder, as it was given.
+        path: the folder, as given.
         hosts: hosts, in lower case without port.
-        paths: prefixes of paths, as in `pathPrefix`.
-        routes: Envoy's names of routes.
-        ids: prefixes of policies' ids.
+        paths: path prefixes, as in `pathPrefix`.
+        routes: Envoy route names.
+        ids: prefixes of policy ids.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Namespace(NamedTuple):
     ids: tuple[str, ...] = ()
 
     def holds(self, file: str) -> bool:
-        """Whether a file is the namespace's path, or below it."""
+        """Whether a file is at or below the namespace's path."""
         return _is_inside(file, self.path)
 
 
@@ -51,7 +51,7 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def parse_namespace(text: str) -> Namespace:
-    """Parse `PATH=host:a.example.com,path:/a`; raises ValueError, saying what would be right."""
+    """Parse `PATH=host:a.example.com,path:/a`; raises ValueError with what is expected."""
     path, found, listed = text.partition("=")
     kinds: dict[str, list[str]] = {"host": [], "path": [], "route": [], "id": []}
     for item in listed.split(",") if found else ():
@@ -70,7 +70,10 @@ def parse_namespace(text: str) -> Namespace:
 
 
 def read_namespaces(texts: Sequence[str], paths: Sequence[str]) -> tuple[Namespace, ...]:
-    """Parse the values of `--namespace-of`; raises UsageError if one is invalid, or if no policy path includes it."""
+    """Parse the values of `--namespace-of`.
+
+    Raises UsageError if one is invalid, or no policy path includes it.
+    """
     found = []
     for text in texts:
         try:
@@ -84,12 +87,12 @@ def read_namespaces(texts: Sequence[str], paths: Sequence[str]) -> tuple[Namespa
 
 
 def name_namespace(file: str, namespaces: Sequence[Namespace]) -> str:
-    """The name of the namespaces that a file is in; empty for none."""
+    """The name of a file's namespaces; empty if it has none."""
     return " ".join(namespace.path for namespace in namespaces if namespace.holds(file))
 
 
 def find_policy_errors(file: str, policy: Policy, namespaces: Sequence[Namespace]) -> Iterator[Error]:
-    """What a valid policy in this file selects beyond its namespaces."""
+    """Where a valid policy in this file exceeds its namespaces."""
     for namespace in namespaces:
         if namespace.holds(file):
             yield from _find_selector_errors(policy.spec.selector, namespace)
@@ -100,7 +103,7 @@ def find_policy_errors(file: str, policy: Policy, namespaces: Sequence[Namespace
 
 
 def find_switch_errors(file: str, switch: KillSwitch, namespaces: Sequence[Namespace]) -> Iterator[Error]:
-    """Why a kill switch in this file could stop requests outside of its namespaces."""
+    """Why a kill switch in this file could affect requests outside its namespaces."""
     for namespace in namespaces:
         if not namespace.holds(file):
             continue

@@ -1,4 +1,4 @@
-"""What is kept of a policy for comparison with others, once it is compiled: a hundredth of what was read."""
+"""The small part of a policy that stays in memory after compilation, for comparison with others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ class SlimSelector:
 
     Attributes:
         apis: names of APIs; None matches any path.
-        exact: the path.
-        prefixes: of the path, each once.
+        exact: the exact path.
+        prefixes: path prefixes, without duplicates.
     """
 
     __slots__ = ("apis", "exact", "hosts", "methods", "prefixes", "routes")
 
     def __init__(self, selector: Selector, shared: dict[Texts, Texts]) -> None:
-        """Copy, since a text of a document would keep the document's memory allocated; equal lists share one copy."""
+        """Copies all texts, because slices of a document would keep its memory allocated.
+
+        Equal lists share a copy.
+        """
         self.apis = _copy(selector.list_apis() or None, shared)
         self.exact = None if selector.pathExact is None else copy_text(selector.pathExact)
         prefixes = ["/"] if selector.spans_apis() else selector.list_prefixes()
@@ -35,7 +38,7 @@ class SlimSelector:
         self.routes = _copy(selector.routes, shared)
 
     def identify(self) -> tuple[object, ...]:
-        """The same for selectors that match the same requests, whatever the order of their lists."""
+        """Equal for selectors that match the same requests, in any order."""
         lists = (self.apis, self.prefixes, self.hosts, self.methods, self.routes)
         return (self.exact, *[None if values is None else tuple(sorted(values)) for values in lists])
 
@@ -51,13 +54,13 @@ def _copy(values: list[str] | None, shared: dict[Texts, Texts]) -> Texts | None:
 
 
 class Outline:
-    """A valid policy.
+    """The outline of a valid policy.
 
     Attributes:
         id: as in the file.
         mode: as in the file.
-        canary_of: the policy to compare with; None for none.
-        percent: the share of its callers that it acts on; 0 in shadow mode.
+        canary_of: the policy to compare with, if named.
+        percent: the percentage of callers that it acts on; 0 in shadow mode.
         enabled: it can have an effect.
         digest: of all its keys, 64 bits.
         aliases: names of callers, by hash.

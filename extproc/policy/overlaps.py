@@ -1,7 +1,8 @@
-"""Finds policies of different files that meet the same requests.
+"""Finds policies of different files that apply to the same requests.
 
-Two selectors meet if their paths do and if they have an API, a host, a method and a route in common, where both name any.
-Whether a policy that selects by route alone meets one that selects by path is up to Envoy's routes, so this is not reported.
+Two selectors overlap if their paths overlap, and if they share an API, a host, a method and a
+route, where both name any. Whether a policy that selects only by route overlaps one that selects by
+path depends on Envoy's routes, so this is not reported.
 """
 # interpreted: runs at load
 
@@ -15,16 +16,16 @@ from extproc.policy.loader import Source
 from extproc.policy.outline import SlimSelector
 
 MAX_PAIRS = 20
-"""Maximum number of pairs of files to report; of each, one pair of policies is named."""
+"""Maximum number of pairs of files to report; one pair of policies is named for each."""
 
 _MAX_COMPARISONS = 100_000
-"""A tenth of a second; beyond it, the rest is not compared."""
+"""Takes a tenth of a second; the rest is not compared."""
 
 _BY_ROUTE = ""
 
 
 class Overlap(NamedTuple):
-    """Two policies of different files that meet the same requests, the first of their files."""
+    """Two policies of different files that apply to the same requests."""
 
     file: str
     policy: str
@@ -32,7 +33,7 @@ class Overlap(NamedTuple):
     other: str
 
     def __str__(self) -> str:
-        """As a warning."""
+        """The warning."""
         both = f"{self.policy} ({self.file}) and {self.other} ({self.other_file})"
         return f"policies of different files apply to the same requests, and each counts and acts: {both}"
 
@@ -45,14 +46,15 @@ class _Anchored(NamedTuple):
 
 
 def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
-    """The first overlap of each two files, in order."""
+    """The first overlap of each pair of files, in order."""
     listed = [source for source in sources if source.outlines]
     if len(listed) < 2:  # noqa: PLR2004  # two files
         return []
     anchors: dict[str, list[_Anchored]] = {}
     found: dict[tuple[int, int], Overlap] = {}
     compared = 0
-    # Of nested paths one is the other's ancestor. So ancestors are looked up for every policy, once all are in the table.
+    # If paths are nested, one is the other's ancestor, so looking up every policy's ancestors finds
+    # all pairs.
     every = [item for place, source in enumerate(listed) for item in _list_items(place, source)]
     for anchor, item in every:
         anchors.setdefault(anchor, []).append(item)
@@ -70,7 +72,7 @@ def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
 
 
 def find_uncompared(sources: Iterable[Source], compared: Collection[str]) -> list[str]:
-    """The first shadow policies that are compared with none of the enforcing ones for the same requests, as notes."""
+    """Notes on the first shadow policies that are not compared, although an enforcing one overlaps."""
     every = [(source, policy) for source in sources for policy in source.outlines if policy.enabled]
     watching = [(source, policy) for source, policy in every if policy.mode == SHADOW and policy.id not in compared]
     found = []

@@ -1,4 +1,4 @@
-"""Finds the shadow policies to compare with enforcing ones, among all policies of a load."""
+"""Pairs shadow policies with the enforcing policies that they are compared with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from extproc.policy.outline import Outline
 from extproc.policy.rules import is_watching
 
 MAX_PAIRINGS = 100
-"""Maximum number of pairs in a namespace, because their comparisons are kept in memory. Further candidates are ordinary shadow
-policies."""
+"""Maximum number of pairs in a namespace, because comparisons are in memory. Further candidates are
+not compared."""
 
 
 class Pairing(NamedTuple):
@@ -20,9 +20,9 @@ class Pairing(NamedTuple):
 
     Attributes:
         live: id of the enforcing policy.
-        candidate: id of the shadow policy, or of one that acts on a share of its callers and watches the others.
-        identity: digests of both policies, 32 hex digits; if one of them changes, the comparison starts again.
-        percent: the share of its callers that the candidate acts on; 0 in shadow mode.
+        candidate: id of the shadow policy, or of one that acts on a percentage of its callers.
+        identity: digests of both policies, 32 hex digits; a change restarts the comparison.
+        percent: the percentage of callers that the candidate acts on; 0 in shadow mode.
     """
 
     live: str
@@ -32,9 +32,9 @@ class Pairing(NamedTuple):
 
 
 def find_pairings(policies: Sequence[tuple[str, Outline]]) -> list[Pairing]:
-    """Every policy in shadow mode that names an enforcing one, or shares the selector of exactly one, in order.
+    """Every shadow policy that names an enforcing one, or has the selector of exactly one, in order.
 
-    Policies come with their namespaces, and are compared within these.
+    Policies come with their namespaces, and are only compared within them.
     """
     by_namespace: dict[str, list[Outline]] = {}
     for namespace, policy in policies:
@@ -63,7 +63,10 @@ def _find_pairings(policies: Sequence[Outline]) -> list[Pairing]:
 
 
 class Claim(NamedTuple):
-    """The parts of a raw policy that matter here, even if the rest is invalid; no `canary_of` unless the policy watches."""
+    """The part of a raw policy that pairing needs, even if the rest is invalid.
+
+    `canary_of` is None if the policy acts on all callers.
+    """
 
     identity: str
     mode: str
@@ -72,7 +75,7 @@ class Claim(NamedTuple):
 
 
 def read_claim(entry: Any, namespace: str = "") -> Claim | None:  # noqa: ANN401  # raw JSON
-    """Read a raw policy's claim; None if it has no such parts."""
+    """The claim of a raw policy; None if its id or spec is invalid."""
     spec = entry.get("spec") if isinstance(entry, dict) else None
     if not isinstance(spec, dict) or not isinstance(entry.get("id"), str):
         return None
@@ -87,7 +90,7 @@ def make_claim(policy: Outline, namespace: str) -> Claim:
 
 
 def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, str]]:
-    """The place of each policy that names one it cannot be compared with, and what would be right."""
+    """The place of each policy whose `canary_of` is invalid, and what is expected."""
     claimed = list(claims)
     known = {claim.identity: claim for claim in claimed if claim is not None}
     for place, claim in enumerate(claimed):

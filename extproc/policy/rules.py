@@ -1,7 +1,7 @@
-"""Rules between the fields of a policy, and warnings about policies that may not be what their author intended.
+"""Rules that compare fields of a policy, and warnings about policies that may not be intended.
 
-Rules that find errors work on raw JSON, because a model's own validators do not run if one of its fields has failed, and all
-errors must be reported at once.
+Rules that find errors read raw JSON: a model's own validators do not run if one of its fields is
+invalid, and all errors must be reported at once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from extproc.request.secrets import CREDENTIAL
 from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors, names_agents
 
 MAX_LOG_THRESHOLD = 10_000
-"""Maximum threshold of a `sliding_log`, which remembers one timestamp for each request."""
+"""Maximum threshold of a `sliding_log`, which stores a timestamp for each request."""
 
 MAX_COMBINATIONS = 10_000
-"""Maximum number of combinations of a selector's hosts, methods and routes, each of which is indexed."""
+"""Maximum number of combinations of a selector's hosts, methods and routes; each is indexed."""
 
 _SHOWN = 3
 ACTIONS = [action.value for action in Action if action is not Action.ALLOW]
@@ -61,7 +61,7 @@ _OWNERS = {
     for key in owner.keys.model_fields
     if key not in LoopKeys.model_fields
 }
-"""The keys that only some similarities have, and these similarities."""
+"""Keys that only some similarities have, and those similarities."""
 
 _USERS = {
     "steer_note": tuple([action.value for action in Action if action in NOTED]),
@@ -70,17 +70,17 @@ _USERS = {
     "reject_status": ("throttle", "reject"),  # too many delayed requests are refused
     "refuse_as": ("throttle", "reject"),
 }
-"""Keys of an entry that only some actions use, and these actions."""
+"""Keys of an entry that only some actions use, and those actions."""
 
 _SIGNED = (CREDENTIAL, f"{HEADER}:authorization")
-"""The limit keys whose value is taken from the signature of a signed request."""
+"""Limit keys whose value in a signed request is taken from the signature."""
 
 _OFF = 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
 _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
 
 
 def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """Complete a raw policy that came with a route: without a path or a route of its own, it applies to all of its requests."""
+    """Make a raw policy that came with a route apply to all its requests, unless it names a path or a route."""
     if not isinstance(policy, dict) or not isinstance(policy.get("spec"), dict):
         return policy
     selector = policy["spec"].get("selector", {})
@@ -90,7 +90,7 @@ def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
 
 
 def find_selector_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Rules between the fields of a raw selector, as `find_errors` has them for the rest of the spec."""
+    """Check the fields of a raw selector against each other; yields as `find_errors`."""
     selector = spec.get("selector") if isinstance(spec, dict) else None
     if not isinstance(selector, dict):
         return
@@ -108,9 +108,9 @@ def find_selector_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN
 
 
 def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Rules between fields of one raw policy spec, without its selector.
+    """Check the fields of a raw policy spec, except its selector, against each other.
 
-    Yields the place below the spec, and the message; wrong types are the models' errors.
+    Yields the place below the spec, and the message. Wrong types are left to the models.
     """
     if not isinstance(spec, dict):
         return
@@ -141,7 +141,7 @@ def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: 
 
 
 def _find_ramp_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Find a share of callers in a policy that acts on none, or cannot tell them apart."""
+    """Find an `enforce_percent` in a shadow policy, or in one that cannot identify callers."""
     percent, place = spec.get("enforce_percent"), ("enforce_percent",)
     if not isinstance(percent, int):
         return
@@ -153,13 +153,13 @@ def _find_ramp_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
 
 
 def is_watching(spec: Mapping[str, Any]) -> bool:
-    """Whether a raw policy spec is in shadow, for all callers or for some."""
+    """Whether a raw policy spec is in shadow mode, for all callers or some."""
     percent = spec.get("enforce_percent")
     return spec.get("mode") == SHADOW or (isinstance(percent, int) and percent < EVERYBODY)
 
 
 def _list_limit_keys(spec: dict[str, Any]) -> list[str | dict[str, Any]]:
-    """All limit keys of a raw policy spec, as `Spec.all_limit_keys` has them."""
+    """All limit keys of a raw policy spec; see `Spec.all_limit_keys`."""
     rules = spec.get("rules")
     owners = [spec, *(rules if isinstance(rules, list) else ()), spec.get("fallback_limit")]
     lists = [owner.get("limit_keys") for owner in owners if isinstance(owner, dict)]
@@ -167,13 +167,13 @@ def _list_limit_keys(spec: dict[str, Any]) -> list[str | dict[str, Any]]:
 
 
 def _list_keys(value: dict[str, Any]) -> str:
-    """The keys of an object that are not empty, as text; only the first of many."""
+    """The first few keys of an object that are set, as text."""
     keys = [key for key in value if value[key] is not None and not is_annotation(key)][:_SHOWN]
     return f"only {' and '.join(keys)}" if keys else "nothing"
 
 
 def _find_name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
-    """Find two detectors of a policy with the same name, which would count as one."""
+    """Find detectors of a policy with the same name; they would share counts."""
     first: dict[str, int] = {}
     for number, loop in enumerate(loops):
         if not isinstance(loop, dict):
@@ -224,7 +224,7 @@ def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Simila
 
 
 def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
-    """Find actions of `escalate` that are not stricter and later than the previous one, or can never apply."""
+    """Find actions of `escalate` that are not stricter and later than the one before, or can never apply."""
     action, escalate = loop.get("action", Action.REJECT.value), loop.get("escalate")
     first = _find_threshold(loop, kind)
     if not isinstance(escalate, dict) or action not in ACTIONS or first is None:
@@ -249,7 +249,10 @@ def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Simil
 def _find_raised_errors(
     loop: dict[str, Any], place: Place, kind: type[Similarity], name: str, more: int
 ) -> Iterator[tuple[Place, str]]:
-    """Find errors in thresholds that an entry of `escalate` raises; those of `tools` rise as much as the detector's own."""
+    """Find invalid thresholds of an `escalate` entry.
+
+    It raises those of `tools` as much as the detector's own.
+    """
     tools = loop.get("tools")
     raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more, "weak_threshold": None}
     if isinstance(tools, dict):
@@ -281,7 +284,7 @@ def _find_similarity_errors(
 
 
 def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find settings that are valid but have little or no effect: the place below the policy, and what may be intended."""
+    """Find valid settings with little or no effect; yields the place below the policy, and the likely intention."""
     looks = policy.spec.session_limits is not None or any(
         loop.similarity in _REMEMBERING for _, loop in policy.spec.detectors()
     )
@@ -299,7 +302,7 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def find_suspicious_matches(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find paths and methods that no request has, as `find_suspicious` does for the rest of the policy."""
+    """Find paths and methods that no request has; yields as `find_suspicious`."""
     selector = policy.spec.selector
     matchers: list[tuple[Place, Selector | Bypass]] = [(("spec", "selector"), selector)]
     matchers += [(("spec", "bypass", number), entry) for number, entry in enumerate(policy.spec.bypass)]
@@ -320,7 +323,10 @@ def find_suspicious_matches(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _explain_method(method: str) -> str:
-    """What may be meant by a method that is not registered; it may still be one, because HTTP lets programs add their own."""
+    """Suggest what an unregistered method may mean.
+
+    It may be correct, because HTTP allows custom methods.
+    """
     if method in _ANY:
         return f"{method!r} is matched literally; leave methods out to match any"
     told = f"{method} is no HTTP method known to Loopguard, so this matches only clients that send exactly that"
@@ -329,12 +335,12 @@ def _explain_method(method: str) -> str:
 
 
 def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find callers that are known only by a credential that is no secret on the policy's paths."""
+    """Find callers identified only by a credential that is public on the policy's paths."""
     selector = policy.spec.selector
     several = [(path, False) for path in selector.list_prefixes()]
     several += [(selector.pathExact, True)] if selector.pathExact is not None else []
     apis = selector.list_apis() or API_NAMES
-    shown = [find_public_id(path, apis, exact=exact) for path, exact in several or [("/", False)]]  # a route may have any path
+    shown = [find_public_id(path, apis, exact=exact) for path, exact in several or [("/", False)]]  # routes may have any path
     public = next((name for name in shown if name), "")
     for place, keys, what in _list_callers(policy) if public else ():
         credential = _find_credential(keys)
@@ -345,7 +351,7 @@ def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _list_callers(policy: Policy) -> Iterator[tuple[Place, Sequence[str | FirstOf], str]]:
-    """What has callers of its own: its place, their limit keys, and what a stranger does who sends a caller's id."""
+    """Places that identify callers: the place, their limit keys, and what an impostor does there."""
     spec = policy.spec
     if spec.session_limits is not None or spec.detectors():
         yield ("spec", "limit_keys"), spec.limit_keys, "is counted as its owner"
@@ -357,7 +363,7 @@ def _list_callers(policy: Policy) -> Iterator[tuple[Place, Sequence[str | FirstO
 
 
 def _find_credential(keys: Sequence[str | FirstOf]) -> str:
-    """The limit key of the credential if nothing verified is beside it; empty if it is not a key, or not alone."""
+    """The limit key of a credential, unless a verified key is beside it; empty if there is none."""
     sources = list_sources(keys)
     if any(source.startswith("jwt:") for source in sources):
         return ""
@@ -373,7 +379,7 @@ def _find_idle_keys(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Find keys that choose callers in a policy that acts on all."""
+    """Find keys that choose callers in a policy that acts on all callers."""
     if spec.mode == SHADOW or spec.enforce_percent is not None:
         return  # a policy in shadow may be prepared for later
     for name in ("ramp_by", "ramp_seed"):
@@ -382,7 +388,7 @@ def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
 
 
 def _list_entries(policy: Policy) -> list[tuple[Place, LoopDetection]]:
-    """The entries of `loop_detection`, enabled or not, each with its place below the policy."""
+    """The entries of `loop_detection`, enabled or not, with their places below the policy."""
     loops, place = policy.spec.loop_detection, ("spec", "loop_detection")
     if isinstance(loops, list):
         return [((*place, number), loop) for number, loop in enumerate(loops)]
@@ -390,7 +396,7 @@ def _list_entries(policy: Policy) -> list[tuple[Place, LoopDetection]]:
 
 
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find detectors that steer although no request can be steered."""
+    """Find detectors that steer, but whose requests cannot have notes."""
     for place, loop in _list_entries(policy):
         if not loop.enabled or not loop.adds_notes:
             continue
@@ -402,7 +408,7 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """The parts of a drop-in policy that are read but not enforced, each with its place below the policy."""
+    """The parts of a drop-in policy that are not enforced, with their places below the policy."""
     spec = policy.spec
     places: list[tuple[Place, Sequence[str | FirstOf]]] = [
         (("spec", "limit_keys"), spec.limit_keys),
@@ -424,7 +430,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _find_idle_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find rules that never apply, because Loopguard cannot derive what they ask for."""
+    """Find rules that never apply because Loopguard cannot derive their keys."""
     for place, rule in list_rules(policy):
         keys = [((*place, "limit_keys", number), key) for number, key in enumerate(rule.limit_keys)]
         keys += [((*place, "match", key), key) for key in rule.match or ()]
@@ -437,7 +443,7 @@ def _find_idle_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def list_rules(policy: Policy) -> list[tuple[Place, Rule]]:
-    """The rules of a policy and its fallback, each with its place."""
+    """The rules of a policy and its fallback, with their places."""
     spec = policy.spec
     placed: list[tuple[Place, Rule]] = [(("spec", "rules", number), rule) for number, rule in enumerate(spec.rules)]
     return [*placed, *([(("spec", FALLBACK), spec.fallback_limit)] if spec.fallback_limit is not None else [])]
@@ -468,7 +474,7 @@ def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _find_large_default(rule: Rule) -> Iterator[tuple[str, str]]:
-    """Find a budget of which a request reserves more than half for an answer whose length it does not limit."""
+    """Find budgets of which a request without a maximum reserves more than half for its answer."""
     config = rule.algorithm_config
     if rule.algorithm == "token_bucket_llm":
         reserved = min(config.get("default_max_completion", DEFAULT_ANSWER), config.get("max_completion_tokens") or MAX_AMOUNT)
@@ -504,7 +510,7 @@ def _name(key: str | FirstOf) -> str:
 
 
 def _find_unnamed_agents(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find limits of agents that nothing in the policy's keys names."""
+    """Find agent limits in a policy whose keys name no agents."""
     limits, session = policy.spec.session_limits, policy.spec.session
     if limits is None or not limits.limits_agents() or session is None or session.agent_keys is not None:
         return
@@ -526,7 +532,7 @@ def _find_retried_refusals(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _explain_order(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find a `first_of` whose claims are tried earlier than they are listed."""
+    """Explain a `first_of` whose claims are tried earlier than listed."""
     for key in policy.spec.all_limit_keys():
         if isinstance(key, FirstOf) and order_first_of(key.first_of) != key.first_of:
             order = ", ".join(order_first_of(key.first_of))
@@ -535,7 +541,7 @@ def _explain_order(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _explain_unpaid(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Find rules that requests escape by leaving out a limit key."""
+    """Explain rules that a request can evade by omitting a limit key."""
     if "missing_descriptor" in spec.model_fields_set or spec.uncountable == "reject":
         return
     for number, rule in enumerate(spec.rules):
@@ -547,7 +553,7 @@ def _explain_unpaid(spec: Spec) -> Iterator[tuple[Place, str]]:
 
 
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Explain what a default means for requests without limit keys or a session, with its place below the policy."""
+    """Explain the effects of defaults; yields the place below the policy, and the message."""
     spec = policy.spec
     if spec.session_limits is not None and spec.unnamed_limits is None:
         passing = "requests without a session are reported as unnamed, and pass"

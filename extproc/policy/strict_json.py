@@ -1,4 +1,4 @@
-"""JSON by RFC 8259, stricter than Python's parser: no NaN, and repeated keys are reported."""
+"""JSON by RFC 8259, stricter than Python's parser: NaN is an error, and repeated keys are reported."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from extproc.objects import Place
 
 
 class NotJsonError(ValueError):
-    """The bytes are not a JSON document for a policy file; the message says why."""
+    """The bytes are not JSON that a policy file may contain; the message says why."""
 
 
 class Decoded(NamedTuple):
-    """A document, and its repeated keys, which most parsers ignore.
+    """A document and its repeated keys.
 
     Attributes:
-        document: the document, with the last value of a repeated key, as in most parsers.
-        repeated: the place of every key that is repeated in its object, in the document's order.
+        document: the document; the last value of a repeated key wins, as in most parsers.
+        repeated: the place of every repeated key, in document order.
     """
 
     document: Any
@@ -28,7 +28,10 @@ class Decoded(NamedTuple):
 
 
 def decode(data: bytes) -> Decoded:
-    """Decode a JSON document in UTF-8, with or without a byte order mark; raises NotJsonError if it is invalid."""
+    """Decode a JSON document in UTF-8, with or without a byte order mark.
+
+    Raises NotJsonError if it is invalid.
+    """
     repeating: list[_Repeating] = []
     build = partial(_build_object, repeating)
     try:
@@ -39,7 +42,7 @@ def decode(data: bytes) -> Decoded:
 
 
 def write_pointer(place: Place) -> str:
-    """A place as a JSON Pointer (RFC 6901)."""
+    """Write a place as a JSON Pointer (RFC 6901)."""
     return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)
 
 
@@ -71,11 +74,14 @@ def _explain(error: ValueError | RecursionError) -> str:
             return str(error)
         case RecursionError():
             return "is nested too deeply to be a policy file"
-    return "has a number with thousands of digits"  # int() has a limit
+    return "has a number with thousands of digits"  # int() limits their number
 
 
 def _find_repeated(document: Any) -> Iterator[Place]:  # noqa: ANN401  # raw JSON
-    """Find repeated keys in the document's order, without recursion, because the parser allows more depth than Python."""
+    """Find repeated keys in document order.
+
+    This does not recurse: the parser allows more depth than Python.
+    """
     waiting: list[tuple[Place, Any]] = [((), document)]
     while waiting:
         place, value = waiting.pop()

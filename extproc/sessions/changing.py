@@ -1,8 +1,9 @@
-"""Notices names that change with every request, and so do not name sessions, by histories that continue under another name.
+"""Detects session names that change with every request, and therefore name no session.
 
-A conversation that begins has a name of its own, and shows no history. If the name changes, each new name shows what was shown
-before under another. A key is ignored after `MOST_IN_A_ROW` such requests of a caller in which no name comes again. A caller's
-requests are compared only with its own, and only digests of them are kept.
+A new conversation has a new name and an empty history. If a client sends a new name with every
+request, its histories continue under other names. After `MOST_IN_A_ROW` such requests of a caller,
+without any name used again, the key is ignored. Callers are judged separately, and only digests are
+stored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from extproc.request.document import Document, NotCounted
 
 MOST_IN_A_ROW: Final = 8
 TRIED_AGAIN: Final = 1_000
-"""A key that is ignored is checked again after this many requests, because its client may have been fixed."""
+"""An ignored key is tried again after this many requests, because the client may have been fixed."""
 
 _CALLERS: Final = 256
 _NAMES: Final = 512
@@ -26,7 +27,7 @@ _SHOWN: Final = 64
 _LOOKED_AT: Final = 4
 """Number of a caller's newest names and turns to compare, and of a history's newest turns to read.
 
-Identical runs differ from a run whose name changes in their names, which come again.
+Identical runs are told from a run with changing names by names that are used again.
 """
 
 _DIGEST: Final = 8
@@ -37,9 +38,9 @@ class CallerNames:
     """The names of one caller under one key.
 
     Attributes:
-        newest: the newest turn that each name showed last; oldest name first.
-        shown: the name under which each of the newest turns was shown first.
-        row: number of consecutive names that continued what another name had shown.
+        newest: the newest turn seen under each name; oldest name first.
+        shown: the name under which each of the newest turns was first seen.
+        row: number of consecutive names whose history another name had shown.
         left: number of requests for which the key is still ignored.
     """
 
@@ -51,11 +52,11 @@ class CallerNames:
 
 
 class ChangingNames:
-    """The names that the callers of one policy recently gave their sessions.
+    """Recent session names of one policy's callers.
 
     Attributes:
         callers: names by caller and key.
-        finds_any: a key was found to change.
+        finds_any: a changing key has been found.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class ChangingNames:
         self.finds_any = False
 
     def passes_over(self, caller: str, key: str) -> bool:
-        """Whether a caller's names under this key are not sessions. Called once for each of its requests."""
+        """Whether to ignore a caller's names under this key. Call it once per request."""
         names = self.callers.get((caller, key))
         if names is None or not names.left:
             return False
@@ -73,11 +74,11 @@ class ChangingNames:
         return True
 
     def note(self, caller: str, key: str, name: str, document: Document | None) -> bool:
-        """Note a request; returns whether its key has just been found to change with every request."""
+        """Record a request; whether its key has just been found to change with every request."""
         names = self.callers.get((caller, key))
         if names is None:
             if len(self.callers) >= _CALLERS:
-                self.callers.clear()  # what is forgotten will be noticed again
+                self.callers.clear()  # changing names will be detected again
             names = self.callers[caller, key] = CallerNames()
         again = name in names.newest
         if names.left or (again and not names.row):
@@ -103,7 +104,7 @@ class ChangingNames:
 
 
 def _list_newest(document: Document | None) -> list[bytes]:
-    """Digests of the assistant's newest messages, newest first; empty if they cannot be read."""
+    """Digests of the newest assistant messages, newest first; empty if they are unreadable."""
     if document is None:
         return []
     found = []

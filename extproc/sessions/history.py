@@ -1,11 +1,12 @@
 """The tool calls in a request's history, with digests by which later requests recognize them.
 
-A client sends its history again and again. So a call that was counted is recognized by its own properties: its id, tool and
-arguments and, among calls with equal ids, the number of those before it. No digest depends on the rest of the history: a client
-that sends a history again gets the same digests, and one that appends to it gets new ones at the end.
+Clients send their history with every request. A call that was counted is recognized by its id, tool
+and arguments and, if several calls have equal ids, by its number among them. A digest depends on
+nothing else in the history: the same history has the same digests, and a longer one adds digests at
+the end.
 
-Calls without an id, or with an id made anew for each request, have only the digests of tool and arguments in common. They are
-recognized by their position; see `store.rules.session`.
+Calls without an id, or with a new id in each request, share only the digest of tool and arguments.
+They are recognized by their position; see `store.rules.session`.
 
 A client that changes the arguments of an earlier call has made another call.
 """
@@ -45,7 +46,8 @@ from extproc.request.document import ABSENT, INSPECTION, Document, NotCounted, w
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
 RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST + 1
-"""Length of a call's record, in bytes: its digests, and the number of steps since the call before it; see `session.RECORD`."""
+"""Length of a call's record in bytes: its digests, and the number of steps since the previous call;
+see `session.RECORD`."""
 
 _MOST_STEPS: Final = 255
 _STEPS: Final = [bytes([steps]) for steps in range(_MOST_STEPS + 1)]
@@ -54,7 +56,8 @@ _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
 _MOST_RESULTS: Final = 16
 _LONGEST_RESULT: Final = 2**11
-"""Number of messages, and bytes of each, in which to look for errors: these are only shown to people."""
+"""Number of messages to search for errors, and maximum length of each. The errors are only
+displayed."""
 
 _BEGINS_AS_ERROR: Final = re.compile(
     rb"""\s*(?:\[\s*\{\s*(?:"type"\s*:\s*"text"\s*,\s*)?"text"\s*:\s*)?"\W{0,8}(?:error|traceback|exception|fail)""",
@@ -62,37 +65,39 @@ _BEGINS_AS_ERROR: Final = re.compile(
 ).match
 
 _IN_MARKS: Final = b"error"
-"""In all of `ERROR_MARKS`; most results are without it."""
+"""Part of all `ERROR_MARKS`; most results do not contain it."""
 
 _FEW: Final = 8
-"""Number of turns, and of calls, that a request adds to a known history at most, if those are looked up in it one by one."""
+"""Up to this many new turns and calls are looked up one by one in a known history."""
 
 _LONGEST_COMPARED: Final = 2**16
-"""Maximum length of what follows a history to leave out clocks and numbers of attempts in it, in bytes."""
+"""Maximum length in bytes of a continuation in which clocks and attempt numbers are ignored."""
 
 _FORK: Final = 7
 _encode: Final = json.Encoder().encode
 
 _LONGEST_MODEL: Final = 256
 _LONGEST_ANSWER: Final = 131_072
-"""Tokens. No text answer has more, whatever a request allows."""
+"""Tokens. No text answer is longer, whatever the request's limit."""
 
 DEFAULT_ANSWER: Final = 1_000
-"""Tokens of an answer whose length the request does not limit, for the estimate of its cost."""
+"""Tokens assumed for an answer, to estimate its cost, if the request sets no limit."""
 
 
 class CallHistory:
-    """The calls and tools in a request's history; never changed.
+    """The calls and tools in a request's history; immutable.
 
     Attributes:
-        records: RECORD bytes for each call, oldest first; no two with ids are equal.
-        total: the sum of the digests of tool and arguments of all records, as numbers.
+        records: RECORD bytes for each call, oldest first; records of calls with ids are distinct.
+        total: the sum of all digests of tool and arguments, as numbers.
         newest: number of calls in the assistant's last turn, which is a step.
-        tools: digest and name, cut to 64 characters, of each called tool, in the order of their first calls.
+        tools: digest and name, cut to 64 characters, of each called tool, by first call.
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
-        answer: the number of tokens that the request allows for its answers; 0 if it does not say, and asks for one.
-        failed: number of the newest results that are errors: marked as such, or a tool's text that begins like one.
+        answer: maximum tokens of all answers; 0 if the request asks for one answer and sets no
+            limit.
+        failed: number of errors among the newest results: marked as such, or text that begins like
+            one.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -116,7 +121,7 @@ class CallHistory:
         self.model = model
 
     def find_batches(self) -> dict[bytes, int]:
-        """The largest number of calls of each tool in one answer, by the tool's digest."""
+        """The most calls of each tool in one answer, by the tool's digest."""
         largest: dict[bytes, int] = {}
         batch: dict[bytes, int] = {}
         records = self.records
@@ -131,13 +136,13 @@ class CallHistory:
 
 
 def read_tool_calls(document: Document) -> CallHistory:
-    """The calls in a history. If the server keeps the history, a result stands for its call.
+    """The calls in a history. If the server stores the history, results stand for their calls.
 
     Raises:
-        NotCounted: there is no conversation, it cannot be read, or it is too large.
+        NotCounted: there is no conversation, it is unreadable, or it is too large.
     """
     conversation = open_conversation(document)
-    calls = _NO_CALLS.add(_read_kept(conversation)) if conversation.before.after else _count(read_transcript(conversation))
+    calls = _NO_CALLS.add(_read_stored(conversation)) if conversation.before.after else _count(read_transcript(conversation))
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
     copies = count_copies(conversation)
     answer = min(find_longest_answer(conversation), _LONGEST_ANSWER) or (DEFAULT_ANSWER if copies > 1 else 0)
@@ -146,7 +151,7 @@ def read_tool_calls(document: Document) -> CallHistory:
 
 
 class _Calls:
-    """The calls in the first turns of a history, which later requests continue; never changed.
+    """The calls in the first turns of a history, for later requests that extend it; immutable.
 
     Attributes:
         turns: number of turns.
@@ -165,7 +170,7 @@ class _Calls:
         self.tools = tools
 
     def add(self, turns: Sequence[Spoken]) -> _Calls:
-        """These calls and those of the turns behind them."""
+        """Append the calls of later turns."""
         steps, total, known, newest = self.steps, self.total, b"", 0
         tools = dict(self.tools)
         parts = [self.records]
@@ -175,7 +180,7 @@ class _Calls:
             newest = len(turn.calls)
             for call in turn.calls:
                 total += call.pair
-                if call.tool_digest != known:  # many call the same tool again
+                if call.tool_digest != known:  # often the same tool again
                     known = call.tool_digest
                     if call.tool and known not in tools:
                         tools[known] = call.tool[:_SHOWN]
@@ -187,7 +192,7 @@ class _Calls:
         return _Calls(self.turns + len(turns), steps, records, total, newest if records else 0, tuple(tools.items()))
 
     def has_any(self, turns: Sequence[Spoken]) -> bool:
-        """Whether a call of these turns may have been made before, so that it needs another number; in doubt it has."""
+        """Whether some call of these turns may be a repetition and need a number; true if in doubt."""
         return any(call.first in self.records for turn in turns for call in turn.calls if call.named)
 
 
@@ -195,7 +200,7 @@ _NO_CALLS: Final = _Calls(0, 0, b"", 0, 0, ())
 
 
 def _count(shown: Transcript) -> _Calls:
-    """The calls in a transcript. Those of its first turns may be known from an earlier request."""
+    """Count the calls in a transcript, starting from what an earlier request has counted."""
     turns, known = shown.turns, shown.counted
     if isinstance(known, _Calls):
         more = turns[known.turns :]
@@ -210,10 +215,11 @@ def _count(shown: Transcript) -> _Calls:
 
 
 def digest_continuation(document: Document, place: ChainPlace, offer: int) -> bytes:
-    """8 bytes that tell how a request continues its history: its messages since the newest of the assistant.
+    """A digest of how a request continues its history: its messages after the newest assistant message.
 
-    The first byte is `offer`, because a request without tools may be asked aside. Ids do not count, nor do clocks and numbers
-    of attempts: a request that is sent again continues in the same way. Empty if these messages cannot be read.
+    The first of its 8 bytes is `offer`, because clients ask side questions without tools. Ids,
+    clocks and attempt numbers are ignored, so a retry has the same digest. Empty if the messages
+    are unreadable.
     """
     said: list[bytes] = []
     try:
@@ -221,7 +227,7 @@ def digest_continuation(document: Document, place: ChainPlace, offer: int) -> by
         for message in conversation.read_backwards():
             if message.speaker != ASSISTANT:
                 said.append(_encode([(part.kind, part.name, part.value, part.images) for part in message.read_parts()]))
-            elif said:  # else it is the start of the answer
+            elif said:  # an assistant message at the end is a prefill
                 break
     except NotCounted:
         return b""
@@ -233,7 +239,7 @@ def digest_continuation(document: Document, place: ChainPlace, offer: int) -> by
 
 
 def _count_failed(conversation: Conversation) -> int:
-    """The number of errors among the newest results, found without decoding them."""
+    """Count the errors among the newest results, without decoding them."""
     failed = messages = 0
     find_raw = conversation.shape.find_raw
     for place in range(len(conversation) - 1, -1, -1):
@@ -252,8 +258,11 @@ def _count_failed(conversation: Conversation) -> int:
     return failed
 
 
-def _read_kept(conversation: Conversation) -> list[Spoken]:
-    """The calls in a request whose server keeps the history; results stand for calls that only the server has."""
+def _read_stored(conversation: Conversation) -> list[Spoken]:
+    """The calls in a request whose server stores the history.
+
+    Results stand for calls that only the server has.
+    """
     shape = conversation.shape
     parts = [part for _, value in conversation.list_spoken() for part in _read_parts(shape, value)]
     called = {part.id for part in parts if part.kind == CALL}
@@ -261,6 +270,6 @@ def _read_kept(conversation: Conversation) -> list[Spoken]:
     return [Spoken([b""], [CallFacts(part, spell(part)) for part in alone])]
 
 
-def _read_parts(shape: Shape, value: Any) -> list[Part]:  # noqa: ANN401  # of the shape's
+def _read_parts(shape: Shape, value: Any) -> list[Part]:  # noqa: ANN401  # a shape's value
     walk(1)
     return shape.read(value)

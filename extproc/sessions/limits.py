@@ -1,4 +1,7 @@
-"""The session guard: a policy's session_limits, ready to run. What a session has used is in its ledger, in the store."""
+"""A policy's `session_limits`, compiled: questions for the store, and outcomes from its answers.
+
+What a session has used is in its ledger, in the store.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ DETECTOR: Final = "session"
 """The detector's name in outcomes."""
 
 NARROW: Final = "narrow"
-"""What happens to a request that loses tools, beside the actions."""
+"""How reports name a request from which tools were removed, beside the actions."""
 
 NO_CALLS: Final = CallHistory(b"", 0, 0, (), "", 0)
 NO_GRANTS: Final = (0, 0, 0)
@@ -32,7 +35,7 @@ NO_GRANTS: Final = (0, 0, 0)
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP, MAX_DEPTH, MAX_AGENTS, MAX_CONCURRENT, MAX_SPAWNS = LIMITS[1:]
 
 UNNAMED: Final = "unnamed"
-"""The name of a session for all requests of a caller without one."""
+"""Stands for the session of all requests of a caller that name none."""
 
 _MOST_SESSIONS: Final = 2**31
 _MOST_SHOWN: Final = 8
@@ -47,7 +50,7 @@ _WORDS: Final = {
     MAX_COST: "dollars",
     MAX_AGENTS: "agents",
 }
-"""Units of the limits."""
+"""Units in messages."""
 
 _AGENT_WORDS: Final = {
     MAX_AGENTS: "agents",
@@ -55,7 +58,7 @@ _AGENT_WORDS: Final = {
     MAX_CONCURRENT: "active agents",
     MAX_SPAWNS: "agents in a minute",
 }
-"""The same of limits of agents, for people."""
+"""Units of agent limits in messages."""
 
 _GRANTING: Final = {
     MAX_DEPTH: "--depth",
@@ -63,27 +66,28 @@ _GRANTING: Final = {
     MAX_CONCURRENT: "--concurrent-agents",
     MAX_SPAWNS: "--spawns-per-minute",
 }
-"""Flags of `loopguard grant` for limits of agents."""
+"""Flags of `loopguard grant` for agent limits."""
 
 RETRY_SECONDS: Final = 5
-"""`Retry-After` of a request that waits for answers to others: most models answer within some seconds."""
+"""`Retry-After` while other requests are unanswered. Most models answer within seconds."""
 
 BATCH: Final = 8
 PAIR: Final = 2
-"""An answer is expected to call a tool at once as often as one in the history, at least `PAIR` and at most `BATCH` times. While
-a limit leaves fewer calls, answers may call one tool only."""
+"""Assumed calls of a tool in one answer: the most in one answer of the history, but at least `PAIR`
+and at most `BATCH`. If a limit leaves fewer, answers may call only one tool at a time."""
 
 _NO_TOOLS: Final[frozenset[str]] = frozenset()
 
 
 class Narrowing(NamedTuple):
-    """What a request must no longer offer.
+    """Tools to remove from a request.
 
     Attributes:
-        every: all tools but those to keep.
-        tools: these tools, by name.
-        kept: the tools to keep, by name.
-        scarce: tools of which an answer may make more calls than are left, by name: it must not call several at once.
+        every: remove all tools except `kept`.
+        tools: names of tools to remove.
+        kept: names of tools to leave.
+        scarce: names of tools with fewer calls left than one answer may make; parallel calls are
+            turned off.
     """
 
     every: bool
@@ -93,27 +97,27 @@ class Narrowing(NamedTuple):
 
     @property
     def removes(self) -> bool:
-        """Whether it takes tools away."""
+        """Whether it removes tools."""
         return self.every or bool(self.tools)
 
 
 class SessionSubject:
-    """What a model is told about its session; a `Subject`.
+    """A session's limit, for messages; a `Subject`.
 
     Attributes:
         limit: one of `session.LIMITS`.
-        used: use of that limit.
+        used: the use of that limit.
         allowed: the limit, including grants.
-        tool: the tool that it is about; empty if it is not about a single one.
+        tool: the tool that the limit is for; empty if it is for several.
         ordered: an operator has killed the session.
-        ask_for: the command with which an operator allows what was refused; empty if this is not about a tool's own limit, or
-            about agents.
+        ask_for: the command with which an operator allows what was refused, for limits of a tool or
+            of agents; else empty.
     """
 
     def __init__(  # noqa: PLR0913  # a record
         self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False, ask_for: str = ""
     ) -> None:
-        """Keep the values as given; money in nano-dollars."""
+        """Money is in nano-dollars."""
         self.limit = limit
         self.ask_for = ask_for
         self.ordered = ordered
@@ -133,7 +137,7 @@ class SessionSubject:
 
     @property
     def reason(self) -> Reason:
-        """Why requests are refused."""
+        """The reason of refusals."""
         return Reason.LOOP_DETECTED if self.limit == LOOP else Reason.SESSION_LIMIT_EXCEEDED
 
     @property
@@ -198,7 +202,7 @@ class SessionSubject:
 
 
 class UnnamedSubject(SessionSubject):
-    """What a model is told about the requests of a caller that name no session."""
+    """The limit of a caller's requests without a session, for messages."""
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
@@ -211,7 +215,7 @@ class UnnamedSubject(SessionSubject):
 
 
 class WaitingSubject(SessionSubject):
-    """What a client is told whose session may have money left once its open requests are answered."""
+    """A session whose open requests may use up its money, for messages."""
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
@@ -227,32 +231,33 @@ WITHIN: Final = SessionSubject("", 0, 0)
 
 
 class SessionLimiter:
-    """A policy's session limits, with everything that does not depend on the request worked out at load time.
+    """A policy's session limits, compiled.
 
     Attributes:
         policy: the policy's id.
         name: the guard's name among the policy's detectors.
-        similarity_name: the same name, where a detector has the name of its similarity.
+        similarity_name: the same name, for code that reports a detector's similarity.
         mode: `enforce` or `shadow`.
-        shadow: it only watches.
+        shadow: the policy is in shadow mode.
         names: finds the names of sessions.
         limits: the limits for the ledger.
-        asks_usage: it asks for the usage of streams.
+        asks_usage: it makes streams report their usage.
         rates: prices of models.
         looks: it reads the calls in histories.
         max_inspect_bytes: maximum length of a body that it inspects.
         gives_notice: it acts before some limit is reached.
-        steers: a notice adds a note to requests.
-        steer_note: the operator's words for the note; the guard has its own.
+        steers: it adds a note to requests near a limit.
+        steer_note: a detector's custom note; always empty here.
         refuses_later: notices are followed by refusals.
         narrows: it may remove tools from requests.
         needs_answers: a limit depends on responses of the upstream.
         refusal: the form of refusals.
-        unnamed: the ledger's limits for requests that name no session; None for none.
+        unnamed: the ledger's limits for requests without a session; None if unlimited.
         agent_names: finds the names of agents.
-        agent_limits: limits of agents; None if there are none.
+        agent_limits: limits of agents; None if unlimited.
         roots: the roots of agents that name only their parents.
-        chains: keys for conversations that no name tells apart; an entry is the result of `digest_continuation`.
+        chains: keys for conversations without distinct names; their entries come from
+            `digest_continuation`.
     """
 
     def __init__(  # noqa: PLR0913  # a policy's settings for it
@@ -268,7 +273,7 @@ class SessionLimiter:
         shadow: bool,
         namespace: str,
     ) -> None:
-        """Compile; every key starts with the namespace."""
+        """Every key starts with the namespace."""
         self.max_inspect_bytes = max_inspect_bytes
         self.policy = policy
         self.name = self.similarity_name = DETECTOR
@@ -283,7 +288,7 @@ class SessionLimiter:
         self._trees = f"{namespace}tree:{policy}:"
         self.limits = compile_limits(limits, session)
         self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
-        self._fewest = min([limit - BATCH for _, limit in self.limits.tools], default=0)  # with more calls, one may be scarce
+        self._fewest = min([limit - BATCH for _, limit in self.limits.tools], default=0)  # above, a tool may be scarce
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions)
         self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
         self.rates = make_rates(limits.prices, limits.unknown_model)
@@ -305,11 +310,11 @@ class SessionLimiter:
 
     @property
     def lifetime_seconds(self) -> int:
-        """How long a request may have an effect in the store."""
+        """How long a request affects the store."""
         return self.limits.idle_ms // 1000
 
     def describe(self, session: str) -> str:
-        """The limits of a session, or of requests without one, in a few words, for people."""
+        """The limits of a session, or of requests without one, in words."""
         limits = self.find_limits(session)
         shown = [(limits.steps, "steps"), (limits.tool_calls, "tool calls")]
         words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
@@ -332,7 +337,7 @@ class SessionLimiter:
         return tool in self._tool_names.values()
 
     def extend_tools(self, granted: Mapping[str, int]) -> Limits:
-        """The limits of a session that was granted this many more calls of some tools, by name."""
+        """The limits of a session with grants: additional calls by tool name."""
         limits = self.limits
         tools = [(digest, limit + granted.get(self._tool_names[digest], 0)) for digest, limit in limits.tools]
         return limits.with_tools(tuple(tools))
@@ -342,11 +347,14 @@ class SessionLimiter:
         return key.startswith(self._key)
 
     def find_ledger(self, scope: str, tenant: str, session: str) -> str:
-        """The key of a session's ledger. `session` is the hash of its name, or what replaces it since a release."""
+        """The key of a session's ledger.
+
+        `session` is the hash of its name or, after a release, its replacement.
+        """
         return f"{self._key}{scope}:{session}:{tenant}"
 
     def find_tree(self, scope: str, tenant: str, session: str) -> str:
-        """The key of its tree of agents."""
+        """The key of a session's tree of agents."""
         return f"{self._trees}{scope}:{session}:{tenant}"
 
     def make_step(  # noqa: PLR0913  # everything that a ledger needs
@@ -373,17 +381,17 @@ class SessionLimiter:
             tenant: hash of the caller.
             session: as for `find_ledger`.
             identity: digest of the request, 8 bytes.
-            call: name of the request, 16 bytes.
+            call: the request's unique name, 16 bytes.
             reserve: estimated cost, in nano-dollars.
             calls: the calls in its history.
             grants: the result of `sum_grants`.
             limits: from `find_limits` or `extend_tools`.
-            allowed: an operator has ordered to let it through.
-            earlier: number of steps in its history, for a ledger that begins with them.
+            allowed: an operator's order lets it through.
+            earlier: number of steps in its history, for a new ledger.
             tree: its place in the tree of agents.
-            search: finds the session; `session` is the agent's parent.
+            search: finds the session; `session` is then the agent's parent.
         """
-        begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # does not count as a session of the tenant
+        begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # not one of the caller's sessions
         return Step(
             f"{self._key}{scope}:{session}:{tenant}",
             f"{self._tenants}{begun}:{tenant}",
@@ -403,10 +411,10 @@ class SessionLimiter:
         )
 
     def extend_agents(self, granted: tuple[int, int, int, int]) -> AgentLimits:
-        """The limits of a session's agents, raised by these amounts, in the order of `AGENT_LIMITS`."""
+        """The limits of a session's agents with grants, in the order of `AGENT_LIMITS`."""
         limits = self.agent_limits or NO_LIMITS
         given = zip((limits.depth, limits.agents, limits.concurrent, limits.spawns), granted, strict=True)
-        # As high as trees are exact; -1 stays unlimited.
+        # Trees are exact up to MOST_AGENTS; -1 stays unlimited.
         depth, agents, concurrent, spawns = [
             limit if limit == _NONE else min(limit + more, MOST_AGENTS) for limit, more in given
         ]
@@ -422,7 +430,7 @@ class SessionLimiter:
         session: str,
         agent_limits: AgentLimits,
     ) -> Outcome:
-        """The verdict on a request that the store has counted."""
+        """The outcome of a request, given the store's answer."""
         if standing.waits:
             waiting = WaitingSubject(MAX_COST, standing.used, standing.allowed)
             return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, waiting, RETRY_SECONDS)
@@ -445,7 +453,7 @@ class SessionLimiter:
     def find_narrowing(
         self, standing: Standing, limits: Limits, grants: tuple[int, int, int], calls: CallHistory
     ) -> Narrowing | None:
-        """What to take from a request that is let through; None for nothing."""
+        """The tools to remove from a request that is let through; None if there are none."""
         every = (limits.narrows or limits.finishes) and standing.tool_calls >= limits.tool_calls + grants[1]
         if every and limits.finishes:
             return Narrowing(every=True)
@@ -459,7 +467,7 @@ class SessionLimiter:
         return self._begun
 
     def _narrow_tools(self, standing: Standing, limits: Limits, calls: CallHistory, *, every: bool) -> Narrowing | None:
-        """The same of tools with limits of their own."""
+        """The part of `find_narrowing` for tools with their own limits."""
         counts = {digest: count for digest, _, count in standing.tools}
         left = {self._tool_names[digest]: limit - counts.get(digest, 0) for digest, limit in limits.tools}
         used_up = frozenset([tool for tool, remaining in left.items() if remaining <= 0])
@@ -476,7 +484,7 @@ class SessionLimiter:
         return Narrowing(every, used_up, kept, scarce) if every or used_up or scarce else None
 
     def kill(self, fingerprint: str, tenant: str) -> Outcome:
-        """The verdict on a session that an operator has killed."""
+        """The outcome for a session that an operator has killed."""
         return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0, ordered=True))
 
     def refuse_unnarrowed(  # noqa: PLR0913  # all that the refusal tells
@@ -489,7 +497,7 @@ class SessionLimiter:
         grants: tuple[int, int, int],
         session: str,
     ) -> Outcome:
-        """The verdict on a request from which these tools should be removed, but cannot be."""
+        """The outcome for a request from which tools cannot be removed."""
         if narrowing.every:
             subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, limits.tool_calls + grants[1])
         else:
@@ -510,7 +518,7 @@ class SessionLimiter:
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
     def list_newest_tools(self, calls: CallHistory) -> tuple[str, ...]:
-        """The tools that a history called in its newest step, each once, up to `_MOST_SHOWN`."""
+        """The tools called in a history's newest step, each once, at most `_MOST_SHOWN`."""
         if not calls.newest:
             return ()
         if calls.newest == 1:
@@ -566,7 +574,7 @@ class SessionLimiter:
 
 
 def compile_limits(limits: SessionLimits, session: Session) -> Limits:
-    """A policy's limits in the form for the ledger."""
+    """Convert a policy's limits for the ledger."""
     breaker, recent = limits.circuit_breaker, limits.loop_detection
     cost = limits.max_cost_per_session
     return Limits(
@@ -596,7 +604,6 @@ def _compile_agents(limits: SessionLimits) -> AgentLimits:
 
 
 def _list_agent_limits(limits: AgentLimits) -> list[tuple[str, str, int]]:
-    """See `SessionLimiter.list_limits`."""
     given = (
         (MAX_AGENTS, limits.agents),
         (MAX_DEPTH, limits.depth),
@@ -623,20 +630,20 @@ def _or_none(limit: int | None) -> int:
 
 
 def _read_price(price: Price) -> TokenPrice:
-    """A price in the form for `Rates`. Numbers in a file are decimal, and stay exact."""
+    """Convert a price for `Rates`. Numbers in a file are decimal, and stay exact."""
     given = (price.input, price.output, price.cache_read, price.cache_write)
     first, second, third, fourth = [None if rate is None else Decimal(str(rate)) for rate in given]
     return TokenPrice(first or Decimal(), second or Decimal(), third, fourth)
 
 
 def make_rates(prices: Mapping[str, Price], unknown: Price | None) -> Rates:
-    """The rates of a policy's own prices."""
+    """The rates from a policy's own prices."""
     own = {name: _read_price(price) for name, price in prices.items()}
     return Rates(own, _read_price(unknown) if unknown is not None else None)
 
 
 def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
-    """The count at which notice starts, for each limit."""
+    """The count at which notice starts, by limit."""
     cost = notice.max_cost_per_session
     starts = {
         MAX_STEPS: notice.max_steps,
@@ -648,7 +655,7 @@ def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
 
 
 def _find_notice(notice: tuple[tuple[str, int], ...], standing: Standing) -> str:
-    """The first limit that needs notice; empty for none."""
+    """The first limit whose notice has started; empty if there is none."""
     for limit, start in notice:
         if _read_used(standing, limit) >= start:
             return limit
@@ -664,9 +671,9 @@ def _read_used(standing: Standing, limit: str) -> int:
 
 
 def write_grant(session: str, tenant: str, limit: str, tool: str, used: int, allowed: int) -> str:  # noqa: PLR0913  # a refusal
-    """The command with which an operator allows what a limit of a tool or of agents has refused; empty for other limits.
+    """The command with which an operator allows what a limit of a tool or of agents has refused.
 
-    Session and caller are hashes; the numbers are those of the refusal.
+    Empty for other limits. Session and caller are hashes; the numbers are those of the refusal.
     """
     if limit == PER_TOOL and tool:
         asked = f"--tool {shlex.quote(f'{tool}={max(1, used - allowed)}')}"

@@ -1,6 +1,7 @@
-"""Finds the session that a request belongs to, and the keys of its turns in the store.
+"""Finds a request's session, and makes the store's keys for conversations.
 
-Clients choose the names of sessions. So names only distinguish sessions of one tenant, and all have the same length in keys.
+Clients choose session names. So a name only distinguishes sessions of one caller, and keys contain
+its hash.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ _DIGEST: Final = 8
 _MAX_MS: Final = 2**32 - 1
 
 MAX_CALLER_BYTES: Final = 16 * 2**20
-"""Bytes of conversations that the store keeps if a caller begins them within ten minutes, for one detector."""
+"""Bytes of conversations that the store keeps for a caller and detector, if they begin within ten
+minutes."""
 
 _VENDOR_START, _, _VENDOR_END = VENDOR_SESSION.partition(":")[2].partition("*")
 _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
-"""Headers of that form with keys of their own, or that name another session than the request's."""
+"""Headers of the vendors' form that have keys of their own, or name another session than the
+request's."""
 
 _SAME: Final = {f"{HEADER}:{form.root}": f"{HEADER}:{form.agent}" for form in AGENTS if form.root == form.parent}
-"""Default keys that name the same sessions: an agent sends its parent's id in the first, its parent sends it in the second."""
+"""Default keys that name the same session: an agent sends its parent's id in the first, the parent
+sends it in the second."""
 
 _FEW_HEADERS: Final = 4
-"""Up to this number of headers, looking them up one by one is faster than comparing sets."""
+"""Up to this many headers, single look-ups are faster than a comparison of sets."""
 
 _SESSION_PART: Final = "_session_"
-"""Precedes the session's name in a user's id from older clients."""
+"""Precedes the session's name in a user id from older clients."""
 
 _SESSION_ID: Final = "session_id"
 _decode_named: Final = json.Decoder(defstruct("Named", [(_SESSION_ID, str, "")])).decode
@@ -53,19 +57,20 @@ _decode_object = json.Decoder(dict[str, Raw]).decode
 
 
 class SessionNames:
-    """The limit keys in which a policy looks for the name of a session.
+    """The limit keys in which a policy finds the name of a session.
 
     Attributes:
-        looks_in: the same for all that find the same names.
+        looks_in: equal for objects that find the same names.
     """
 
     def __init__(self, limit_keys: Sequence[str], *, usual: bool = False, same: Mapping[str, str] | None = None) -> None:
-        """Compile.
+        """Compile the keys.
 
         Args:
             limit_keys: in the order in which they are tried.
-            usual: these are the default keys, some of which are read as clients mean them.
-            same: for keys that name the same sessions as another one, that other key. Default: for `usual` keys, as clients do.
+            usual: these are the default keys, which allow for the habits of known clients.
+            same: maps a key to another that names the same sessions. Default for `usual` keys:
+                `_SAME`.
         """
         known = same if same is not None else _SAME if usual else {}
         keys = [
@@ -90,15 +95,17 @@ class SessionNames:
         return self._keys
 
     def read(self, request: HttpRequest, caller: str | None = None) -> list[str]:
-        """A request's value for each key, up to the first that it has; empty for the others, and for those in the body.
+        """A request's value for each key, up to the first one found.
 
-        For `VENDOR_SESSION`, the value is the header's name, a `=`, and its value. Default keys that were found to change with
-        every request of this caller are left out; None means a caller that is not known yet.
+        Others, and those in the body, are empty.
+
+        For `VENDOR_SESSION`, the value is `header=value`. Default keys that change with every
+        request of this caller are skipped; `caller` is None while it is unknown.
         """
         values: list[str] = []
         changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
         headers = request.headers
-        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(headers)  # usually, by default keys
+        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(headers)  # the usual case
         for place in self._others if missing else self._every:
             while len(values) < place:
                 values.append("")
@@ -114,17 +121,17 @@ class SessionNames:
         return values
 
     def tell_key(self, values: Sequence[str]) -> str:
-        """The limit key in a request's head that names its session, given the result of `read`; empty for none."""
+        """The limit key in the head that names the session, given the result of `read`; empty if there is none."""
         return self._keys[len(values) - 1].key if values and values[-1] and len(values) <= self._in_head else ""
 
     def watch(self, values: Sequence[str], name: str, document: Document | None, caller: str | None) -> str:
-        """Notice a header that changes with every request of its caller; returns the key of one just found, else empty.
+        """Detect a header that changes with every request of its caller; its key if just detected, else empty.
 
         Args:
             values: the result of `read`.
             name: the result of `find`.
             document: the body.
-            caller: the caller; None if it is not known from the head.
+            caller: the caller; None if the head does not tell it.
         """
         if caller is None or not name or not values[-1] or len(values) > self._in_head:
             return ""
@@ -135,17 +142,17 @@ class SessionNames:
         return key if self._changing.note(caller, key, name, document) else ""
 
     def find(self, values: Sequence[str], document: Document | None) -> str:
-        """The name of a request's session, 16 hex digits; empty if it has none.
+        """The hash of the session's name, 16 hex digits; empty if the request names no session.
 
         Args:
             values: the result of `read`.
-            document: the body; None if it cannot be read.
+            document: the body; None if it is unreadable.
         """
         if values and values[-1] and len(values) <= self._in_head:
             key, found = self._places[len(values) - 1][0], values[-1]
             return hash_session(key, found)
         fields: _Fields | None = None
-        for place in range(self._in_head, len(values)):  # the request has none of the keys before these
+        for place in range(self._in_head, len(values)):  # the head has no name
             key, pointer = self._places[place]
             found = values[place]
             if pointer:
@@ -158,20 +165,24 @@ class SessionNames:
 
 
 class Chains:
-    """The store's keys for conversations that are recognized by what requests show."""
+    """The store's keys for conversations that are recognized by their content."""
 
     def __init__(self, policy: str, idle_seconds: int, *, namespace: str) -> None:
-        """Every key starts with the namespace. A conversation is forgotten `idle_seconds` after its last request."""
+        """Every key starts with the namespace.
+
+        A conversation expires `idle_seconds` after its last request.
+        """
         self._start = f"{namespace}chain2:{policy}:"
         self._ttl_ms = min(idle_seconds * 1000, _MAX_MS)
 
     def make_link(  # noqa: PLR0913  # everything that distinguishes conversations
         self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes, fresh: bytes = b""
     ) -> ChainLink:
-        """The store's question about a request, for one detector, below the session's name if it has one.
+        """The store's question about a request, for one detector and, if there is one, the session's name.
 
-        `fresh` becomes the name of a conversation that begins there; empty if no names are needed. A name passes to requests
-        with one more turn, or with more messages in the newest one: session limits count each turn that a history shows.
+        `fresh` names the conversation if it begins here; empty if no name is needed. A name passes
+        to requests with at most one more turn, or with more messages in the newest turn, because
+        session limits count every turn in a history.
         """
         parents = place.parents[: place.near] if fresh else place.parents
         start, end = f"{self._start}{detector}:{scope}:{session}:", f":{tenant}"
@@ -191,15 +202,15 @@ class Chains:
 
 
 class Rings(SessionNames):
-    """The store's keys for turns of a policy's conversations, by name and by what requests show.
+    """The store's keys for the turns of conversations, by name and by content.
 
     Attributes:
-        idle_seconds: time after its last request at which a conversation is forgotten.
-        chains: keys for conversations that are recognized by what requests show.
+        idle_seconds: a conversation expires this long after its last request.
+        chains: keys for conversations that are recognized by their content.
     """
 
     def __init__(self, policy: str, session: Session | None, *, namespace: str) -> None:
-        """Compile; every key starts with the namespace. Without a session, conversations have no names."""
+        """Every key starts with the namespace. Without a session, conversations have no names."""
         super().__init__(session.keys if session is not None else (), usual=session is not None and not session.has_own_keys)
         self._ring = f"{namespace}ring:{policy}:"
         self.idle_seconds = (session or Session()).idle_seconds
@@ -207,14 +218,14 @@ class Rings(SessionNames):
         self._idle_ms = self.idle_seconds * 1000
 
     def make_push(self, detector: str, scope: str, tenant: str, session: str, memory: Memory) -> Push:
-        """The entry that the store has to keep of a request, for one detector."""
+        """The entry of a request to store, for one detector."""
         key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
         return Push(key, memory.entry, memory.identity, USUAL_TURNS, self._idle_ms)
 
 
 def hash_session(key: str, value: str) -> str:
-    """The hash of a session's name, 16 hex digits, given the limit key that names it and its value."""
-    if key == VENDOR_SESSION:  # people name such a session by its header
+    """The hash of a session's name, 16 hex digits, given its limit key and value."""
+    if key == VENDOR_SESSION:  # operators name such a session by its header
         header, _, value = value.partition("=")
         return hash_session(f"{HEADER}:{header}", value)
     joined = join_descriptors([(key, value)])
@@ -222,7 +233,7 @@ def hash_session(key: str, value: str) -> str:
 
 
 def _read_vendor(request: HttpRequest, _: str) -> str:
-    """The first header by name that matches `VENDOR_SESSION`, as name and value; empty if there is none."""
+    """The first matching header in alphabetical order, as `name=value`; empty if there is none."""
     for name in find_vendor_headers(request):
         value = request.read_shown_header(name)
         if value:
@@ -231,7 +242,7 @@ def _read_vendor(request: HttpRequest, _: str) -> str:
 
 
 def find_vendor_headers(request: HttpRequest) -> list[str]:
-    """The names of a request's headers that match `VENDOR_SESSION`, sorted, because proxies may change their order."""
+    """The names of headers that match `VENDOR_SESSION`, sorted, because proxies may reorder headers."""
     if request.vendor_sessions is None:
         end: str = _VENDOR_END
         found = [name for name in request.headers if name.endswith(end) and is_vendor_session(name)]
@@ -246,7 +257,7 @@ def is_vendor_session(header: str) -> bool:
 
 
 def _cut_session(user_id: str) -> str:
-    """The part of a user's id that names a session; the whole id if no part does."""
+    """The part of a user id that names a session; the whole id if there is none."""
     if user_id.startswith("{"):
         try:
             named = str(getattr(_decode_named(user_id), _SESSION_ID))
@@ -258,7 +269,7 @@ def _cut_session(user_id: str) -> str:
 
 
 class _Fields:
-    """The fields of a body that may name a session, decoded only as needed."""
+    """Fields of a body that may name a session, decoded lazily."""
 
     def __init__(self, document: Document | None) -> None:
         self._document = document
@@ -282,7 +293,7 @@ class _Fields:
 
 
 def _decode_fields(document: Document | None) -> dict[str, Raw]:
-    """The raw fields of a body; empty if it is not an object, or too large."""
+    """The raw fields of a body; empty unless it is an object of acceptable size."""
     if document is None:
         return {}
     try:

@@ -1,9 +1,9 @@
-"""The cost of model calls, in integers of nano-dollars (1e-9 US dollars), so that sums never drift.
+"""The cost of model calls, in integers of nano-dollars (1e-9 US dollars), so that sums are exact.
 
-A rate is found by the model's name: first the policy's own, then that of the package genai-prices, if it is installed, then the
-policy's for unknown models. Some APIs call one model by several names; a price for any of them is used. Rates are cached by
-name, because the package takes 100 us for a look-up: without that, the benchmark's row "session limits in addition to exact"
-takes ten times as long.
+A model's rate is looked up by name: in the policy's prices, in the package genai-prices, and last
+in the policy's price for unknown models. Some APIs have several names for a model; a price for any
+of them is used. Rates are cached by name, because the package takes 100 us per look-up: without the
+cache, the benchmark's row "session limits in addition to exact" takes ten times as long.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from extproc.bounded import Memo
 from extproc.store.rules.session import NANO_DOLLARS
 
 BYTES_PER_TOKEN: Final = 4
-"""An estimate, and shown as one everywhere: most of a request's body is English text in JSON."""
+"""An estimate, and displayed as one. Most request bodies are English text in JSON."""
 
 _NANO_PER_MILLION: Final = 1_000
 """One dollar per million tokens is this many nano-dollars per token."""
 
 _MAX_MODELS: Final = 1_000
-"""The cache is bounded, because clients choose the names of models."""
+"""Bounds the cache, because clients choose the names of models."""
 
 ANY_MODEL: Final = "*"
 
 _VAGUE: Final = 0
 _PACKAGE: Final = 1
 _POLICY: Final = 2
-"""Sources of a model's price: none for this model in particular, the package, or the policy."""
+"""The source of a price: unspecific, the package, or the policy."""
 
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
-"""Providers whose names to look up in the package, and what such names contain. The package does not guess the last two."""
+"""Providers to try in the package, by a character in the model's name. The package itself does not
+guess the last two."""
 
 _WELL_KNOWN: Final = "gpt-4o"
 _SHORT: Final = 1_000
@@ -47,10 +48,10 @@ _decode_body: Final[Callable[[bytes | memoryview], Any]] = json.Decoder(defstruc
 
 
 class Usage(NamedTuple):
-    """The tokens of one call. Each counts in one place only, however the API counts them.
+    """The tokens of one call. Each is counted once, whatever the API's own counting.
 
     Attributes:
-        input: tokens of the prompt that no cache was used for.
+        input: uncached tokens of the prompt.
         output: tokens of the response, including thoughts.
         cache_read: tokens of the prompt that were read from a cache.
         cache_write: tokens of the prompt that were written to a cache.
@@ -77,11 +78,12 @@ class TokenPrice(NamedTuple):
 
 
 DEAREST: Final = TokenPrice(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("18.75"))
-"""The price of unknown models. Large models in wide use cost no more, so an unknown name is no way around a limit."""
+"""The price of unknown models. Large models in wide use cost no more, so an unknown name does not
+evade a limit."""
 
 
 class _Rate:
-    """A price in integers: nano-dollars for `per` tokens, in prompts of more than `above` tokens; never changed."""
+    """An exact price: nano-dollars for `per` tokens, in prompts of more than `above` tokens; immutable."""
 
     def __init__(self, above: int, price: list[int], per: int) -> None:
         self.above = above
@@ -93,12 +95,12 @@ class Rates:
     """The rates of one policy."""
 
     def __init__(self, prices: Mapping[str, TokenPrice], unknown: TokenPrice | None) -> None:
-        """Compile them, and load the package, which takes a while.
+        """Compile the prices and load the package, which takes a while.
 
         Args:
-            prices: by patterns of models' names, in the syntax of fnmatch. The most specific pattern wins: the one with the
-                most literal characters.
-            unknown: for models that match no pattern and are not in the package; None means DEAREST.
+            prices: by fnmatch pattern of the model's name. The most specific pattern wins: the one
+                with the most literal characters.
+            unknown: for models without any other price; None means DEAREST.
         """
         by_pattern = sorted(prices.items(), key=lambda item: _rank(item[0]), reverse=True)
         self._prices = [(pattern, (_compile(price),)) for pattern, price in by_pattern]
@@ -111,21 +113,21 @@ class Rates:
         return self.weigh(model, usage.input, usage.output, usage.cache_read, usage.cache_write)
 
     def weigh(self, model: str, plain: int, output: int, read: int = 0, written: int = 0) -> int:
-        """The same, of numbers of tokens in the order of `Usage`."""
+        """As `find_cost`, given numbers of tokens in the order of `Usage`."""
         rate = self._choose(model, plain + read + written)
         total = plain * rate.input + output * rate.output + read * rate.cache_read + written * rate.cache_write
         return _divide(total, rate.per)
 
     def find_known_cost(self, model: str, usage: Usage) -> int | None:
-        """The cost of a call in nano-dollars; None if there is no price for this model in particular."""
+        """The cost of a call in nano-dollars; None if the model has no specific price."""
         return self.find_cost(model, usage) if self._look_up(model)[0] != _VAGUE else None
 
     def choose_name(self, answered: str, asked: str) -> str:
-        """Choose the name, in response or request, with the better source of a price; the response's if both are equal."""
+        """The model's name in response or request, whichever has the better price source; the response's if equal."""
         return asked if asked and self._look_up(answered)[0] < self._look_up(asked)[0] else answered or asked
 
     def _choose(self, model: str, prompt: int) -> _Rate:
-        """The rate for a prompt of this many tokens."""
+        """The rate for a prompt of this length."""
         rates = self._look_up(model)[1]
         for rate in rates:
             if prompt > rate.above:
@@ -140,7 +142,7 @@ class Rates:
         return known
 
     def _find(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
-        """The source of a model's rates, and the rates: that for the longest prompts first; the last one is for all prompts."""
+        """The source of a model's rates, and the rates: longest prompts first; the last one is for any prompt."""
         names = list_models(model)
         for pattern, rates in self._prices:
             for name in names:
@@ -154,20 +156,20 @@ class Rates:
 
 
 class Prices:
-    """Rates for input tokens, of loops that no policy with limits of money prices.
+    """Prices of input tokens for loops, if no policy has prices.
 
     Attributes:
-        is_fixed: an operator has set a rate, for all loops.
+        is_fixed: an operator has set one rate for all loops.
     """
 
     def __init__(self, per_million: float | None) -> None:
-        """Use this rate for every model, in US dollars. None uses the package genai-prices."""
+        """Use this rate, in US dollars, for every model; None uses the package genai-prices."""
         self.is_fixed = per_million is not None
         self._per_million = per_million
         self._rates = Rates({}, None)
 
     def estimate(self, model: str, tokens: int) -> float | None:
-        """The cost of this many input tokens in US dollars, by the rate of short prompts; None if no rate is known."""
+        """The cost of input tokens in US dollars, at the rate of short prompts; None if there is no rate."""
         if self._per_million is not None:
             return self._per_million * tokens / 1_000_000
         known = self._rates.find_known_cost(model, Usage(_SHORT, 0))
@@ -175,7 +177,7 @@ class Prices:
 
 
 def _divide(total: int, per: int) -> int:
-    """A quotient, rounded half up."""
+    """Divide, rounding half up."""
     return (2 * total + per) // (2 * per)
 
 
@@ -197,7 +199,7 @@ def look_up(model: str) -> list[tuple[int, TokenPrice]]:
     """A model's prices in the package genai-prices; empty if it is unknown.
 
     Returns:
-        prices for prompts of more than this many tokens, longest prompts first. The last one, with -1, is for all prompts.
+        pairs of a prompt length in tokens, and the prices above it; longest first, -1 last.
     """
     from genai_prices import Usage as Counted  # noqa: PLC0415  # takes 0.2 s to import
     from genai_prices import calc_price  # noqa: PLC0415  # same
@@ -213,7 +215,7 @@ def look_up(model: str) -> list[tuple[int, TokenPrice]]:
 
 
 def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401  # the package's ModelPrice has its fields only at run time
-    """The prompt lengths, in tokens, above which other prices apply; -1 is the first."""
+    """The prompt lengths, in tokens, above which prices change; -1 is the first."""
     priced = (getattr(found, f"{name}_mtok") for name in TokenPrice._fields)
     return {-1, *(tier.start for price in priced for tier in getattr(price, "tiers", ()))}
 
@@ -230,13 +232,13 @@ def _read_tier(price: Any, above: int) -> Any:  # noqa: ANN401  # a Decimal, or 
 
 
 def _rank(pattern: str) -> tuple[int, bool]:
-    """Order patterns by how specific they are."""
+    """Sort key for patterns: the more specific, the higher."""
     fixed = sum(char not in "*?" for char in pattern)
     return fixed, fixed == len(pattern)
 
 
 def _compile(price: TokenPrice, above: int = -1) -> _Rate:
-    """A price in integers, exactly."""
+    """Convert a price to integers, exactly."""
     exact = [Fraction(price.input if rate is None else rate) * _NANO_PER_MILLION for rate in price]
     per = lcm(*(rate.denominator for rate in exact))
     return _Rate(above, [int(rate * per) for rate in exact], per)

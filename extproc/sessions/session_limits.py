@@ -1,6 +1,6 @@
-"""`session` and `session_limits`: which session a request belongs to, what a session may use, and what that costs.
+"""`session` and `session_limits`: a request's session, its limits, and prices.
 
-The names of the limits are those of in-process SDKs' session files.
+The names of the limits are those in session files of in-process SDKs.
 """
 # interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled classes do not keep
 
@@ -24,18 +24,18 @@ MAX_TOOLS: Final = 64
 """Maximum number of tools with counts of their own."""
 
 MAX_COST: Final = 1_000_000.0
-"""Dollars, so that nano-dollars stay exact in all calculations."""
+"""Dollars; nano-dollars then stay exact in all calculations."""
 
 ANY_MODEL: Final = "*"
 
 _COUNTED = ("max_steps", "max_tool_calls", "max_cost_per_session")
-"""Limits of what is used up."""
+"""Limits on what a session uses up."""
 
 _AGENTS = ("max_agents", "max_depth", "max_concurrent_agents", "max_spawns_per_minute")
-"""Limits of the agents that a session starts."""
+"""Limits on the agents of a session."""
 
 _NOTICED = (*_COUNTED, "max_agents")
-"""Limits with a rest that a model can be told."""
+"""Limits of which a note can tell the model the rest."""
 
 _LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker", *_AGENTS)
 
@@ -47,20 +47,20 @@ _CONVERSATIONS = [
 ]
 
 CONVERSATION_KEYS = [*(f"{HEADER}:{name}" for name in SESSION_HEADERS), VENDOR_SESSION, *_CONVERSATIONS]
-"""What names a conversation by default; fields of the body come last."""
+"""Default names of a conversation; body fields come last."""
 
 BUDGET_KEYS = [
     *(f"{HEADER}:{name}" for name in ROOT_HEADERS),
     VENDOR_SESSION,
-    CACHE_KEY,  # behind the headers
+    CACHE_KEY,  # after the headers
     *_CONVERSATIONS,
 ]
-"""The defaults for `session_limits`. Agents count together with their parent, so the parent's session comes first."""
+"""Defaults for `session_limits`. Agents count toward their parent's session, so that comes first."""
 
 _MAX_SESSIONS = 10_000
 
 MAX_AGENTS: Final = 1_000
-"""Highest limit of agents; a tree remembers `tree.MAX_AGENTS`."""
+"""Highest agent limit; a tree remembers `tree.MAX_AGENTS`."""
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Rate = Annotated[float, Field(ge=0, le=MAX_COST, allow_inf_nan=False)]
@@ -94,11 +94,11 @@ class Session(JsonObject):
 
     @property
     def has_own_keys(self) -> bool:
-        """Whether the policy says what names a session."""
+        """Whether the policy sets `keys`."""
         return "keys" in self.model_fields_set
 
     def list_budget_keys(self) -> list[str]:
-        """Where `session_limits` look for the name."""
+        """The limit keys for `session_limits`."""
         return self.keys if self.has_own_keys else BUDGET_KEYS
 
 
@@ -218,19 +218,19 @@ class SessionLimits(JsonObject):
     usage: Literal["request"] | None = None
 
     def needs_answers(self) -> bool:
-        """Whether a limit depends on responses of the upstream: on their tokens, or on failures; or usage is asked for."""
+        """Whether a limit depends on the upstream's responses: tokens, failures, or requested usage."""
         breaker, asked = self.circuit_breaker, self.usage is not None
         return (
             asked or self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
         )
 
     def limits_agents(self) -> bool:
-        """Whether a limit is about the agents that a session starts."""
+        """Whether there is an agent limit."""
         return any(getattr(self, name) is not None for name in _AGENTS)
 
 
 class UnnamedLimits(JsonObject):
-    """What a caller's requests without a session can use together in `idle_seconds`, with those that may yet begin one.
+    """What a caller's requests without a session can use together in `idle_seconds`, including those that may begin one.
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
@@ -248,12 +248,12 @@ class UnnamedLimits(JsonObject):
 
 
 def names_agents(keys: Iterable[str]) -> bool:
-    """Whether a known client that names its sessions by one of these limit keys names their agents, too."""
+    """Whether some known client that names its sessions by these limit keys also names its agents."""
     return not {f"{HEADER}:{form.root}" for form in AGENTS}.isdisjoint(keys)
 
 
 def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Rules between the keys of one raw `unnamed_limits` and the `session_limits` beside it; yields as `find_limit_errors`."""
+    """Check the keys of a raw `unnamed_limits` and its `session_limits` against each other; yields as `find_limit_errors`."""
     if not isinstance(unnamed, dict):
         return
     if not isinstance(limits, dict):
@@ -263,7 +263,7 @@ def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]
 
 
 def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Rules between the keys of one raw `session_limits`.
+    """Check the keys of a raw `session_limits` against each other.
 
     Yields:
         the place below it, and the message.
@@ -285,7 +285,7 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
 
 
 def _find_notice_errors(limits: dict[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Notices of limits that are missing, or notices that come too late."""
+    """Find notices without a limit, or above it."""
     escalate = limits.get("escalate")
     for action in SessionEscalation.model_fields if isinstance(escalate, dict) else ():
         notice = escalate.get(action) if isinstance(escalate, dict) else None

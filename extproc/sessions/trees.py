@@ -1,8 +1,8 @@
-"""Trees of agents: which agent of a session sends a request, and which session is at the root.
+"""Trees of agents: which agent sends a request, and which session is its root.
 
-Claude Code and Codex name the root in every request. opencode names each agent's parent: the root of an agent is that of its
-parent. The store finds it at an agent's first request to a replica, in the step that counts the request. From then on, the
-replica knows it.
+Claude Code and Codex name the root in every request. opencode names only an agent's parent: an
+agent's root is its parent's root. The store finds it in the step that counts an agent's first
+request to a replica. The replica then caches it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MAX_MS: Final = 2**32 - 1
 
 
 class WireAgent(NamedTuple):
-    """The agent that sends a request, as its head tells.
+    """The agent that sends a request, according to its head.
 
     Attributes:
-        key: limit key by which agents are named.
+        key: limit key of the agent's name.
         name: its name; empty for the session itself.
         parent: the name of the agent that started it; empty if the session did.
         hangs: the session's name is that of its parent, which may be an agent.
@@ -40,15 +40,15 @@ class WireAgent(NamedTuple):
 
 
 NO_AGENT: Final = WireAgent("", "", "", False)
-"""Of a request in which nothing names an agent."""
+"""For requests that name no agent."""
 
 
 _Key: TypeAlias = tuple[Descriptor, str]
-"""A limit key that may name an agent, and the header that it is; empty if it is none."""
+"""A limit key that may name an agent, and its header; empty if it is not a header."""
 
 
 class _Form(NamedTuple):
-    """How agents are named below sessions that one limit key names."""
+    """How agents are named in sessions that are named by one limit key."""
 
     key: str
     agent: list[_Key]
@@ -70,11 +70,11 @@ class AgentNames:
     """The limit keys that name agents, by the limit key that names their session.
 
     Attributes:
-        same: limit keys with values that name the same sessions as those of another one.
+        same: maps limit keys to others that name the same sessions.
     """
 
     def __init__(self, session: Session) -> None:
-        """Compile a policy's keys, or those of known clients."""
+        """Use the policy's keys or, without any, those of known clients."""
         keys = session.list_budget_keys()
         if session.agent_keys is not None:
             own, parents = session.agent_keys, session.parent_keys or []
@@ -93,7 +93,7 @@ class AgentNames:
         return [key for form in self._forms.values() for key, _ in (*form.agent, *form.parent)]
 
     def read(self, request: HttpRequest, key: str, session: str) -> WireAgent:
-        """The agent that sends a request, given the limit key that names its session, and the value of that."""
+        """The agent that sends a request, given the session's limit key and its value."""
         form = self._forms.get(key)
         if form is None:
             return NO_AGENT
@@ -108,7 +108,7 @@ class AgentNames:
 
 def _read_first(keys: Sequence[_Key], request: HttpRequest) -> str:
     for key, header in keys:
-        if header:  # nearly always; most requests do not have it
+        if header:  # the usual kind; most requests lack it
             value = request.read_header(header) if header in request.headers else ""
         else:
             value = key.read(request, key.argument)
@@ -118,13 +118,16 @@ def _read_first(keys: Sequence[_Key], request: HttpRequest) -> str:
 
 
 class Roots:
-    """The roots of agents whose requests name only their parents, as far as this replica knows them.
+    """Roots, cached in this replica, of agents whose requests name only their parents.
 
-    All names are hashes of sessions' names, 16 hex digits.
+    All names are hashes of session names, 16 hex digits.
     """
 
     def __init__(self, policy: str, idle_seconds: int, *, namespace: str) -> None:
-        """Every key in the store starts with the namespace. Roots are kept for a day, or longer if sessions are."""
+        """Every key starts with the namespace.
+
+        The store keeps roots for a day, or longer if sessions last longer.
+        """
         self._start = f"{namespace}root:{policy}:"
         self._ttl_ms = min(max(idle_seconds * 1000, _DAY_MS), _MAX_MS)
         self._known: Memo[tuple[str, str], str] = Memo(_ROOTS)
@@ -134,15 +137,15 @@ class Roots:
         return self._known.get((tenant, session)) or ""
 
     def keep(self, tenant: str, session: str, root: str) -> None:
-        """Keep the root of an agent."""
+        """Cache the root of an agent."""
         self._known.put((tenant, session), root)
 
     def make_search(self, scope: str, tenant: str, agent: str, parent: str) -> RootSearch:
-        """The store's question about an agent, whose root is kept there, too."""
+        """The store's question for an agent's root; the store keeps it, too."""
         start, end = f"{self._start}{scope}:", f":{tenant}"
         return RootSearch(f"{start}{agent}{end}", f"{start}{parent}{end}", bytes.fromhex(parent), self._ttl_ms)
 
 
 def digest_agent(name: str) -> bytes:
-    """The digest of an agent, given the hash of its name; `ROOT` for an empty one."""
+    """The digest of an agent, given the hash of its name; `ROOT` if empty."""
     return bytes.fromhex(name) if name else ROOT

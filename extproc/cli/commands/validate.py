@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from extproc.cli.commands import add_namespace_flag, check_paths, count, print_warnings
 from extproc.logs import escape_controls
-from extproc.policy.files import find_unread, read_what_can_be
+from extproc.policy.files import find_unread, read_all
 from extproc.policy.namespaces import read_namespaces
 from extproc.policy.overlaps import find_overlaps, find_uncompared
 from extproc.settings import ENV_PREFIX, read_settings
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from extproc.reload import build  # noqa: PLC0415  # includes the engine, which takes long to import
 
     namespaces = read_namespaces(options.namespace_of, check_paths(options.path))
-    files, unreadable = read_what_can_be(options.path)
+    files, unreadable = read_all(options.path)
     unread = find_unread(options.path)
     if options.strict:
         unreadable += unread

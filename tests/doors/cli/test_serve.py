@@ -141,12 +141,12 @@ def test_serve_names_variables_that_are_no_settings(tmp_path: Path, monkeypatch:
 _HANGUP = """
 import os, signal
 from extproc import reload
-real = reload.read_what_can_be
-def read_what_can_be(paths):
+real = reload.read_all
+def read_all(paths):
     print("hangup", flush=True)
     os.kill(os.getpid(), signal.SIGHUP)
     return real(paths)
-reload.read_what_can_be = read_what_can_be
+reload.read_all = read_all
 """
 
 
