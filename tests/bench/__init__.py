@@ -1,1 +1,1 @@
-"""The benchmark: what the guard costs, measured beside a reference in the same run, because machines differ and are noisy."""
+"""The benchmark. Costs are measured beside a reference in the same run: machines differ and are noisy."""

@@ -48,7 +48,6 @@ machine and mean little on another. exit code: 0 measured (also when a requireme
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sections asked for."""
     options = _parser().parse_args(arguments)
     print(f"measured: {describe_version()}\n", flush=True)
     logging.disable(logging.WARNING)  # loops are detected by the thousand, and each line would break the progress bar

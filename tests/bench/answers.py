@@ -1,4 +1,4 @@
-"""The cost of measuring what answers cost: an access log entry for Loopguard, the first byte of a stream for clients."""
+"""The cost of measuring answers: an access log entry for Loopguard, the first byte of a stream for clients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ _WARM_UP = 50
 
 
 def _make_message(serving: Service, numbers: range) -> bytes:
-    """What Envoy sends about these requests, which are let through here first."""
     message = StreamAccessLogsMessage()
     for number in numbers:
         sent = [samples.headers_message(user=f"user-{number}"), samples.body_message(samples.chat_body(number))]
@@ -64,7 +63,7 @@ def _make_message(serving: Service, numbers: range) -> bytes:
 
 
 def _measure_entries(count: int) -> float:
-    """Microseconds for an entry, from its bytes to the settled ledger in memory."""
+    """Microseconds for an entry, from its bytes to the settled session in memory."""
     serving = samples.service(samples.engine([samples.budget()]))
     messages = [_make_message(serving, range(start, start + _IN_MESSAGE)) for start in range(0, count, _IN_MESSAGE)]
 
@@ -84,13 +83,10 @@ _READ = threading.Event()
 
 
 class _Model(BaseHTTPRequestHandler):
-    """Streams an answer, the first event by itself."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
-        """A chat completion."""
         self.rfile.read(int(self.headers["content-length"]))
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -102,11 +98,10 @@ class _Model(BaseHTTPRequestHandler):
             self._write(event)
 
     def _write(self, event: bytes) -> None:
-        """As a chunk; an empty one is the end."""
         self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-        """Say nothing."""
+        pass
 
 
 @contextmanager
@@ -123,7 +118,6 @@ def _serving_model() -> Iterator[str]:
 
 @contextmanager
 def _running_envoy(folder: Path, model: str, address: str, *, reads: bool) -> Iterator[Envoy]:
-    """An Envoy that reads answers, or one whose policy needs nothing of them."""
     policy = samples.budget()
     if not reads:
         limits = policy["spec"]["session_limits"]
@@ -140,17 +134,14 @@ def _running_envoy(folder: Path, model: str, address: str, *, reads: bool) -> It
 
 
 class _Client:
-    """One connection to an Envoy, kept, and a request at a time."""
-
     def __init__(self, envoy: Envoy) -> None:
-        """Warm it up."""
         self.envoy = envoy
         self._connection = http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=PATIENCE)
         for number in range(_WARM_UP):
             self.measure_first_byte(number)
 
     def measure_first_byte(self, number: int) -> float:
-        """Microseconds from the request to the first byte of its answer's body; the rest is read as well."""
+        """Microseconds from the request to the first byte of the answer's body; the rest is read afterwards."""
         body = samples.chat_body(number)
         _READ.clear()
         started = perf_counter()
@@ -164,15 +155,13 @@ class _Client:
         return spent
 
     def close(self) -> None:
-        """Hang up."""
         self._connection.close()
 
 
 def _measure_in_turn(clients: Mapping[str, _Client], requests: int) -> dict[str, float]:
-    """The median of this many requests of each client, in turn and in an order that turns round.
+    """The median of each client's requests, sent in turn and in alternating order.
 
-    No request waits for what is left to do of the one before it, such as its entry in the access log, for that one went through
-    another Envoy: what is measured is how long an answer takes, not how many an Envoy can give.
+    No request waits for what is left of the one before, such as its access log entry: that one went through another Envoy.
     """
     spent: dict[str, list[float]] = {name: [] for name in clients}
     order = list(clients)
@@ -184,7 +173,7 @@ def _measure_in_turn(clients: Mapping[str, _Client], requests: int) -> dict[str,
 
 
 class _Compared(NamedTuple):
-    """Microseconds by Envoy: of each first byte, and of CPU for a whole stream and all that comes of it."""
+    """Microseconds by Envoy: of first bytes, and of CPU for a whole stream with its access log."""
 
     first_bytes: dict[str, list[float]]
     cpu: dict[str, float]
@@ -214,7 +203,6 @@ def _compare_envoys(rounds: int, requests: int) -> _Compared:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Entries alone, then streams."""
     progress("answers: entries", 1, 2)
     entries: Sequence[float] = [_measure_entries(500 if quick else 2_000) for _ in range(5 if quick else 15)]
     progress("answers: first bytes", 2, 2)

@@ -1,4 +1,4 @@
-"""The guard in its two builds: the sources, and the wheel that mypyc compiled, in a virtual environment of its own."""
+"""The guard in two builds: the sources, and the compiled wheel in a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ NOT_COMPILED = f"there is no {_COMPILED}: `make bench` makes it"
 
 
 def find_compiled() -> Path | None:
-    """The programs of the virtual environment that holds the compiled guard; None where it is not installed."""
     return _COMPILED if (_COMPILED / "loopguard").exists() else None
 
 
 def serve(build: Path, policy: Path, port: int, *flags: str) -> list[str]:
-    """The command that runs one build of the guard on a port."""
     listen = f"127.0.0.1:{port}"
     return [str(build / "loopguard"), "serve", "--policy", str(policy), "--listen", listen, "--drain-delay", "0", *flags]

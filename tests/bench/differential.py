@@ -1,16 +1,19 @@
-"""Whether another version answers as this one does: the same exchanges to both, byte for byte.
+"""Compares two versions: both get the same exchanges, and must answer alike, byte for byte.
 
-`.venv/bin/python -m tests.bench.differential --before PYTHON [--after PYTHON]`, from the root of a checkout. A PYTHON imports
-the version to compare: that of a checkout's .venv, or one with a compiled wheel.
+`.venv/bin/python -m tests.bench.differential --before PYTHON [--after PYTHON]`, from the root of
+a checkout. Each PYTHON imports a version: that of a checkout's .venv, or one with a compiled
+wheel.
 
-Both versions serve the same policies, on Unix sockets, in memory and on a Valkey each. Both get the same requests, entries of
-access logs and orders, one after the other, made from a seed: agents of every API, bodies of the edit fuzzer, JSON-RPC and
-junk. Compared are answers with their dynamic metadata, and after each batch metrics, admin pages and all keys in Valkey.
+Both versions serve the same policies on Unix sockets, in memory and on a Valkey each. Requests,
+access log entries and orders are sent one after the other, from a seed: agents of every API,
+bodies of the edit fuzzer, JSON-RPC and junk. Answers are compared with their dynamic metadata,
+and after each batch metrics, admin pages and all keys in Valkey.
 
-Time stands still on both sides, in Valkey as well, and moves only as told here, and chance follows from the time. Real are only
-timers, so all delays are short. What depends on them is not compared: `_MASKED` lists it. Nor are keys' lifetimes, logs,
-events, requests that come at once, TLS, and what happens while a store fails. Servers forget orders that have ended, and loops
-and sessions that are quiet for an hour, by their own timers: here orders are revoked, and 20,000 exchanges take less.
+Time stands still in both versions and in Valkey, and moves only when the driver says so;
+randomness follows from the time. Timers are real, so all delays are short; what depends on them
+is in `_MASKED`. Not compared are lifetimes of keys, logs, events, concurrent requests, TLS, and
+failures of the store. Servers forget ended orders, and loops and sessions that are idle for an
+hour, by their own timers: here orders are revoked, and 20,000 exchanges take less.
 """
 
 from __future__ import annotations
@@ -257,7 +260,6 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
 
 
 def _make_policies() -> list[dict[str, Any]]:
-    """All policies; those of the presets are on the host after the last of ours."""
     made = [
         {"id": identity, "spec": {"selector": {"pathPrefix": "/", "hosts": [f"h{number}"]}, "limit_keys": _USER, **spec}}
         for number, room in enumerate(_HOSTS)
@@ -280,8 +282,6 @@ _Headers = list[tuple[str, str]]
 
 
 class Traffic:
-    """What is sent, from one source of chance: some agents at a time, each on a host."""
-
     def __init__(self, random: Random) -> None:
         self._random = random
         self._agents = [self._make_agent(f"a{number}") for number in range(14)]
@@ -303,7 +303,7 @@ class Traffic:
         return agent, f"h{random.randrange(len(_HOSTS) + 1)}", [*named, *(pair for pair in some if random.random() < 0.3)]
 
     def make(self) -> tuple[str, list[bytes], bool]:
-        """Where the next exchange goes, its messages, and whether each waits for the answer to the one before."""
+        """The next exchange: its place, its messages, and whether each message waits for the answer to the one before."""
         random, place = self._random, self._random.randrange(len(self._agents))
         if random.random() < 0.02:
             self._agents[place] = self._make_agent(f"a{place}")
@@ -362,7 +362,7 @@ class Traffic:
         return [message.SerializeToString() for message in messages]
 
     def make_entry(self) -> dict[str, Any]:
-        """What Envoy tells of a request that is over, without Loopguard's metadata."""
+        """An access log entry, without Loopguard's metadata."""
         random = self._random
         told = {"input": random.randrange(5_000), "output": random.randrange(900), "cache_read": random.randrange(50)}
         return {
@@ -373,7 +373,6 @@ class Traffic:
         }
 
     def make_order(self) -> dict[str, Any]:
-        """An operator's order."""
         random = self._random
         kind = random.choice(["block", "allow", "kill", "grant", "release"])
         target: dict[str, Any] = random.choice(
@@ -391,8 +390,6 @@ class Traffic:
 
 
 class Side:
-    """One version, serving."""
-
     def __init__(self, python: str, folder: Path, environment: Mapping[str, str], *flags: str) -> None:
         folder.mkdir()
         self._log = folder / "log"
@@ -416,7 +413,7 @@ class Side:
         raise SystemExit(f"a server does not start: {self._log.read_text()[-3000:]}")
 
     async def send(self, messages: list[bytes], *, waits: bool) -> list[bytes]:
-        """All answers to one exchange, in which each message may wait for the answer to the one before; or an error."""
+        """All answers to an exchange, or an error."""
         call, answers, said = self._process_call(timeout=20), [], asyncio.Event()
 
         async def read() -> None:
@@ -445,7 +442,6 @@ class Side:
         return answers
 
     async def tell(self, answers: list[bytes], entry: Mapping[str, Any]) -> None:
-        """Send an entry of an access log, with the metadata of these answers."""
         message = StreamAccessLogsMessage()
         add_entry(message, **entry, sessions=[])
         metadata = message.http_logs.log_entry[0].common_properties.metadata.filter_metadata
@@ -458,7 +454,6 @@ class Side:
         await self._tell(iter([message.SerializeToString()]), timeout=20)
 
     def ask(self, path: str, order: object = None, method: str = "GET") -> tuple[int, str]:
-        """An admin page, or the answer to an order."""
         connection = http.client.HTTPConnection("127.0.0.1", self._admin, timeout=20)
         body = None if order is None else json.dumps(order)
         headers = {"authorization": f"Bearer {_TOKEN}", "content-type": "application/json"}
@@ -469,13 +464,12 @@ class Side:
         return answer.status, text
 
     def stop(self) -> None:
-        """End it."""
         self._process.kill()
         self._process.wait()
 
 
 def _is_last(answer: bytes, *, waits: bool) -> bool:
-    """Whether nothing follows this answer before Envoy sends more: it gives no time, or it ends a body that is streamed."""
+    """Whether Envoy sends more after this answer: it grants no time, or it ends a streamed body."""
     said = ProcessingResponse.FromString(answer)
     if waits or said.HasField("immediate_response"):
         return not said.HasField("override_message_timeout")
@@ -538,14 +532,11 @@ def _read_keys(client: Any) -> dict[str, str]:  # noqa: ANN401  # redis-py's own
 
 
 class Differences:
-    """What was different, by kind."""
-
     def __init__(self, ignored: list[str]) -> None:
         self._ignored = re.compile("|".join([_MASKED, *ignored]))
         self.found: dict[str, list[Any]] = {}
 
     def compare(self, about: str, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-        """Note what only one has, or the other has otherwise."""
         for name in before.keys() | after.keys() if before != after else ():
             if before.get(name) != after.get(name) and not self._ignored.match(name):
                 kind = re.sub(r"\[\d+\]", "", re.sub(r"\{.*|[0-9a-f]{8,}|\d{4,}", "*", name) if name[0] in "mk" else name)
@@ -554,7 +545,6 @@ class Differences:
                 self.found.setdefault(kind, [0, *example])[0] += 1
 
     def print(self) -> None:
-        """The count and the first of each kind."""
         for kind, (count, *example) in sorted(self.found.items()):
             print(f"{kind}: {count}", *example, sep="\n")
 
@@ -563,7 +553,6 @@ class Differences:
 
 
 def _write_files(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Write what servers read; returns their flags."""
     (folder / "clock").write_bytes(_NOON.to_bytes(8, "little"))
     (folder / "sitecustomize.py").write_text(_CLOCK)
     (folder / "key").write_text("k" * 64)
@@ -577,7 +566,7 @@ def _write_files(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differences:  # noqa: C901  # step by step
-    """Send everything to both versions, with one kind of store."""
+    """Send everything to both versions, on one kind of store."""
     differences, flags, clock = Differences(options.ignore), _write_files(options, folder), folder / "clock"
     environment = {"PYTHONPATH": str(folder), "DIFFERENTIAL_CLOCK": str(clock), "PYTHONHASHSEED": "0"}
     clients: list[Any] = []
@@ -631,7 +620,6 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
 
 @contextmanager
 def _serve_valkey(folder: Path, clock: Path) -> Iterator[Any]:
-    """A client of a Valkey of its own, on the driver's time."""
     library = folder / "clock.so"
     if not library.exists():
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, folder / "clock.c"], check=True)
@@ -655,7 +643,6 @@ def _serve_valkey(folder: Path, clock: Path) -> Iterator[Any]:
 
 
 def _accepts(python: str, policies: list[dict[str, Any]], folder: Path) -> str:
-    """What a version says against these policies; empty if it takes them."""
     file = folder / "tried.json"
     file.write_text(json.dumps({"bundle_version": 1, "policies": policies, "kill_switches": _KILLS}))
     command = [python, "-P", "-c", _MAIN, "validate", str(file)]
@@ -664,7 +651,6 @@ def _accepts(python: str, policies: list[dict[str, Any]], folder: Path) -> str:
 
 
 def _select_policies(pythons: list[str], folder: Path) -> list[dict[str, Any]]:
-    """The policies that both versions take."""
     policies = _make_policies()
     for python in pythons:
         if _accepts(python, policies, folder):
@@ -676,7 +662,6 @@ def _select_policies(pythons: list[str], folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Compare; returns 1 if there are differences."""
     parser = argparse.ArgumentParser(description="Compares how two versions answer.")
     parser.add_argument("--before", required=True, metavar="PYTHON")
     parser.add_argument("--after", default=sys.executable, metavar="PYTHON")

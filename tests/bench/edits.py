@@ -1,4 +1,4 @@
-"""Bodies that are expensive to edit: too much of anything, in every place that an edit of some API's body looks at."""
+"""Bodies that are expensive to edit: too much of something in every place that an edit looks at."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ _NARROWED: Mapping[str, tuple[str, str]] = {
 
 
 class Worst(NamedTuple):
-    """The slowest of a number of edits: its milliseconds, and the name of the body."""
+    """The slowest edit: its milliseconds, the body's name, and the number of bodies tried."""
 
     milliseconds: float
     name: str
@@ -150,7 +150,7 @@ class Worst(NamedTuple):
 
 
 def fill(filling: str, before: str, behind: str, size: int) -> bytes:
-    """A body of this many bytes at most, of which all but what is around is a filling."""
+    """A body of at most this many bytes that consists of one filling."""
     opening, item, closing = _FILLINGS[filling]
     start, end = (before + opening).encode(), (closing + behind).encode()
     numbered = item % 0 if "%" in item else item
@@ -160,20 +160,17 @@ def fill(filling: str, before: str, behind: str, size: int) -> bytes:
 
 
 def find_worst_note(*, quick: bool) -> Worst:
-    """The slowest of notes that are put, or not, into such bodies."""
     request = HttpRequest("POST", "/v1/x")
     return _find_worst("notes", _STEERED, [lambda body: b"".join(steer(request, body, _NOTE, make_marks))], quick=quick)
 
 
 def find_worst_narrowing(*, quick: bool) -> Worst:
-    """The same of tools that are taken out, one of them or all."""
     request = HttpRequest("POST", "/v1/x")
     edits: list[_Edit] = [lambda body: narrow(request, body, Tools({"f"})), lambda body: narrow(request, body, Tools(None))]
     return _find_worst("narrowing", _NARROWED, edits, quick=quick)
 
 
 def _find_worst(title: str, places: Mapping[str, tuple[str, str]], edits: Sequence[_Edit], *, quick: bool) -> Worst:
-    """The slowest of every filling in every place in every size."""
     worst = Worst(0.0, "", 0)
     freeze_objects()  # as in a server
     sizes = _SIZES[::3] if quick else _SIZES
@@ -191,7 +188,6 @@ def _find_worst(title: str, places: Mapping[str, tuple[str, str]], edits: Sequen
 
 
 def _measure(edit: _Edit, body: bytes) -> float:
-    """Of this thread's CPU, in milliseconds."""
     started = thread_time()
     with suppress(NotEdited):
         edit(body)

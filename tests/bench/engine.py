@@ -1,4 +1,4 @@
-"""The guard's own work for one request, over whole streams without any transport."""
+"""The guard's own work for one request, in whole streams without a transport."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ _Pairs = Sequence[tuple[bytes, bytes]]
 
 
 def _make_pairs(count: int, users: int) -> _Pairs:
-    """Distinct requests, of users that take turns."""
     return [
         (samples.headers_message(user=f"user-{number % users}"), samples.body_message(samples.chat_body(number)))
         for number in range(count)
@@ -57,7 +56,7 @@ def _make_pairs(count: int, users: int) -> _Pairs:
 
 
 def _measure(policies: list[dict[str, Any]], pairs: _Pairs, overrides: Overrides | None = None) -> float:
-    """Microseconds for a stream, from its first byte to its last; every round counts in a store of its own."""
+    """Microseconds for a stream, from its first byte to its last. Every round has a new store."""
     serving = samples.service(samples.engine(policies))
     serving.overrides = overrides
 
@@ -76,8 +75,6 @@ def _measure(policies: list[dict[str, Any]], pairs: _Pairs, overrides: Overrides
 
 
 def _measure_parsing(pairs: _Pairs) -> float:
-    """Microseconds for what any server would have to do."""
-
     def work() -> None:
         for headers, body in pairs:
             ProcessingRequest.FromString(headers)
@@ -87,7 +84,7 @@ def _measure_parsing(pairs: _Pairs) -> float:
 
 
 def _grow(numbers: Iterable[int]) -> tuple[_Pairs, list[bytes]]:
-    """The requests of agents that take turns, for each number of calls that they have made, and their bodies."""
+    """Requests of agents that take turns, for each number of calls made, and their bodies."""
     bodies = [(user, samples.agent_body(user, calls)) for calls in numbers for user in range(_AGENTS)]
     pairs = [
         (samples.headers_message(user=f"user-{user}", length=len(body)), samples.body_message(body)) for user, body in bodies
@@ -96,8 +93,6 @@ def _grow(numbers: Iterable[int]) -> tuple[_Pairs, list[bytes]]:
 
 
 def _measure_decoding(bodies: Sequence[bytes]) -> float:
-    """Microseconds for what any program that reads these bodies would have to do."""
-
     def work() -> None:
         for body in bodies:
             _DECODE(body)
@@ -106,7 +101,6 @@ def _measure_decoding(bodies: Sequence[bytes]) -> float:
 
 
 def _run_growing(rounds: int) -> list[Row]:
-    """Agents whose history grows with each request."""
     pairs, bodies = _grow(_CALLS)
     young, _ = _grow(_FIRST_CALLS)
     works = {
@@ -131,7 +125,7 @@ def _run_growing(rounds: int) -> list[Row]:
 
 
 def _make_overrides() -> Overrides:
-    """A thousand of four shapes, as operators mix them; none holds for a request that is measured."""
+    """A thousand orders of four kinds, none of which matches a measured request."""
     targets = [
         *(Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"other-{number}")),)) for number in range(250)),
         *(Target(caller=f"{number:016x}") for number in range(250)),
@@ -143,7 +137,6 @@ def _make_overrides() -> Overrides:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Whole streams under each kind of policy, and parsing alone, in turns."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)  # as the server does once it listens
     count, rounds = (500, 7) if quick else (2_000, 25)

@@ -1,4 +1,4 @@
-"""The guard behind the real Envoy, compared with servers that do nothing: CPU per request, of the server and of Envoy."""
+"""The guard behind the real Envoy, compared with empty servers: CPU per request of the server and of Envoy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _COMPARISONS = (
 
 
 class _Cost(NamedTuple):
-    """Of one request, in microseconds of CPU."""
+    """Microseconds of CPU for a request, and requests per second."""
 
     server: float
     envoy: float
@@ -69,7 +69,7 @@ class _Cost(NamedTuple):
 
 
 class _Lab:
-    """Envoy and the servers, running, and by listener why one is missing."""
+    """Envoy and the servers, and by listener why one is missing."""
 
     def __init__(
         self, envoy: int, ports: Mapping[str, int], pids: Mapping[str, int], admins: Mapping[str, int], missing: dict[str, str]
@@ -82,7 +82,6 @@ class _Lab:
         self._sent = Counter[str]()
 
     def load(self, name: str, requests: int) -> _Cost:
-        """Send requests that were never sent before to one listener, and see what they cost."""
         before = self._clocks(name)
         chats = write_chats(self._sent[name], requests)
         seconds = asyncio.run(load(self.ports[name], _CONNECTIONS, chats, requests))
@@ -91,7 +90,7 @@ class _Lab:
         return _Cost(used / requests * 1e6, envoy / requests * 1e6, requests / seconds)
 
     def check_guards(self) -> None:
-        """Had a guard not seen every body, or refused anything, the figures would be of something else."""
+        """Check that each guard saw every body and refused nothing."""
         for name in self._pids.keys() & self._admins.keys():
             with urlopen(f"http://127.0.0.1:{self._admins[name]}/metrics", timeout=10) as answer:  # our own server
                 text = answer.read().decode()
@@ -106,7 +105,6 @@ class _Lab:
 
 @contextmanager
 def _lab(directory: Path) -> Iterator[_Lab]:
-    """Start everything; stop everything."""
     policy = directory / "policy.json"
     policy.write_bytes(samples.bundle([samples.policy(window_seconds=3600)]))
     servers = {name: free_port() for name in _SERVERS}
@@ -124,8 +122,6 @@ def _lab(directory: Path) -> Iterator[_Lab]:
 
 
 def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """What runs each server, and why some cannot run."""
-
     def guard(name: str, build: Path, *flags: str) -> list[str]:
         return serve(build, policy, ports[name], "--admin", f"127.0.0.1:{admins[name]}", *flags)
 
@@ -147,7 +143,6 @@ def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int])
 
 
 def run(*, quick: bool) -> list[Row]:
-    """The servers take turns."""
     rounds, requests = (3, 1_000) if quick else (9, 3_000)
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
         progress("envoy: warming up", 0, rounds)

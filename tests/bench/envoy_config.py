@@ -1,4 +1,4 @@
-"""The smallest Envoy that drives ext_proc servers: a listener for each, which answers by itself once the filter lets it."""
+"""The smallest Envoy that calls ext_proc servers: a listener for each, which answers by itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MANY = 1_000_000
 
 @contextmanager
 def running_envoy(directory: Path, listeners: Mapping[str, int], servers: Mapping[str, int]) -> Iterator[int]:
-    """An Envoy with one worker, until the block ends; gives its process id.
+    """An Envoy with one worker until the block ends. Yields its process id.
 
-    Each listener asks the ext_proc server of its name. Without one, it buffers the body, as the filter does. Both are given as
-    ports on loopback.
+    Each listener calls the server of its name; without one, it buffers the body, as the filter does. Both are given as ports on
+    loopback.
     """
     config = directory / "envoy.json"
     shown = [_listener(name, port, asks=name in servers) for name, port in listeners.items()]

@@ -1,4 +1,4 @@
-"""Builds the server in null_go/, where there is a Go to build it with."""
+"""Builds the server in null_go/ if Go is installed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _INSTALLED = "/usr/local/go/bin"
 
 
 class NoGoError(Exception):
-    """There is no server in Go; the message says why."""
+    pass
 
 
 def build() -> Path:
-    """The program, which Go keeps once it is built; raises NoGoError if Go is missing, or could not build it."""
+    """The program. Raises NoGoError if Go is missing or fails."""
     go = shutil.which("go", path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_INSTALLED}")
     if go is None:
         raise NoGoError("Go is not installed")

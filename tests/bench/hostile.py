@@ -1,4 +1,4 @@
-"""Hostile requests: each message delays all other requests for as long as the guard inspects it."""
+"""Hostile requests: each message delays all other requests while the guard inspects it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ _KEYS = ["header:x-user-id", "query:page", "jwt:org_id", "ip:address"]
 
 
 def _cases() -> Mapping[str, Sequence[bytes]]:
-    """The messages of a stream for each kind of request."""
     path = samples.PATH
     pairs = "&".join(f"{number % 100}=%41" for number in range(10_000))
     headers = {
@@ -104,7 +103,7 @@ def _cases() -> Mapping[str, Sequence[bytes]]:
 
 
 def _bodies() -> Mapping[str, bytes]:
-    """Bodies just below `max_inspect_bytes` that are expensive to inspect; JSON in strings is decoded as well."""
+    """Bodies just below `max_inspect_bytes` that are expensive to inspect. JSON in strings is decoded, too."""
     room = 2**20 - 200
 
     def filled(item: str, start: str = '{"messages":[', end: str = "]}") -> bytes:
@@ -158,7 +157,6 @@ def _token(payload: bytes) -> str:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Send every kind of request a few times and keep the median of its longest message."""
     bodies = {**_bodies(), **_texts()}
     freeze_objects()  # so that forks copy little
     with get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # processes that have read nothing before
@@ -185,7 +183,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def _measure_reader(pool: Pool, name: str, spec: Mapping[str, object], bodies: Mapping[str, bytes], *, quick: bool) -> Row:
-    """The body that takes one reader longest, if a client sends other messages each time."""
+    """The body that takes one reader longest, if a client sends new messages each time."""
     policy = {
         "id": name.replace(" ", "_"),
         "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-user-id"], **spec},
@@ -201,7 +199,6 @@ def _measure_reader(pool: Pool, name: str, spec: Mapping[str, object], bodies: M
 
 
 def _send_as_new(policy: dict[str, Any], messages: Sequence[bytes]) -> float:
-    """In a process that has read nothing like it."""
     return _send(samples.service(samples.engine([policy])), messages)
 
 
@@ -214,7 +211,7 @@ def _hold(messages: str) -> bytes:
 
 
 def _texts() -> Mapping[str, bytes]:
-    """Bodies of 38,000 texts, where only some readers look, and others on which one reader takes long."""
+    """Bodies of 38,000 texts in places that only some readers look at, and bodies that are slow for one reader."""
     texts = ",".join(['{"type":"text","text":"a"}'] * 38_000)
     user = '{"role":"user","content":%s}'
     items = (
@@ -256,7 +253,7 @@ def _texts() -> Mapping[str, bytes]:
 
 
 def _send(serving: Service, messages: Sequence[bytes]) -> float:
-    """The longest message's milliseconds of this thread's CPU: what the machine does besides is no fault of the message's."""
+    """The longest message's milliseconds of this thread's CPU."""
     longest = 0.0
     with closing(Stream(serving)) as stream:
         for message in messages:

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 load generator: POSTs over keep-alive connections, one in flight on each."""
+"""An HTTP/1.1 load generator: POSTs over keep-alive connections, one in flight on each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _TIMEOUT = 120
 
 
 class Client(asyncio.Protocol):
-    """One connection, which takes its requests from an iterator that all connections share."""
-
     def __init__(self, requests: Iterator[bytes], statuses: Counter[str]) -> None:
-        """Nothing is sent until connected; `statuses` is counted into."""
         self._requests = requests
         self._statuses = statuses
         self._received = b""
@@ -26,13 +23,11 @@ class Client(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the first request."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
         self._send()
 
     def data_received(self, data: bytes) -> None:
-        """Count an answer once it is complete, and send the next request."""
         self._received += data
         head, end, body = self._received.partition(b"\r\n\r\n")
         if end and len(body) >= content_length(head):
@@ -41,7 +36,6 @@ class Client(asyncio.Protocol):
             self._send()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Over, in whatever way: what is missing shows in the statuses."""
         if not self.done.done():
             self.done.set_result(None)
         if error is not None:
@@ -57,7 +51,7 @@ class Client(asyncio.Protocol):
 
 
 def request(number: int, length: int) -> bytes:
-    """The chat of that number; sent twice, it is the same request."""
+    """The chat with this number. The same number is the same request."""
     body = samples.chat_body(number, length)
     head = (
         f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
@@ -69,18 +63,16 @@ def request(number: int, length: int) -> bytes:
 
 
 def write_chats(first: int, count: int, length: int = 1024) -> Iterator[bytes]:
-    """Chats with numbers from `first` on."""
     return (request(number, length) for number in range(first, first + count))
 
 
 def content_length(head: bytes) -> int:
-    """Of an answer."""
     _, _, rest = head.lower().partition(b"\r\ncontent-length:")
     return int(rest.partition(b"\r\n")[0] or 0)
 
 
 async def load(port: int, connections: int, requests: Iterator[bytes], count: int) -> float:
-    """Seconds for `count` requests, that many in flight, to be answered; raises RuntimeError if one was not answered 200."""
+    """Seconds until `count` requests are answered, one in flight on each connection. Raises RuntimeError unless all get 200."""
     loop = asyncio.get_running_loop()
     statuses = Counter[str]()
     clients = [Client(requests, statuses) for _ in range(connections)]

@@ -1,7 +1,7 @@
-"""What takes room: a million live fingerprints in the store in memory, and whether any call stalls.
+"""A million live fingerprints in the store in memory: its size, and its longest call.
 
-Each kind of window runs in a process of its own (`python -m tests.bench.memory WINDOW_TYPE COUNT`), because memory that another
-section left behind would be used again and hide the growth.
+It runs in a process of its own (`python -m tests.bench.memory COUNT`): memory that another section left would be reused and
+hide the growth.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _REQUIRED = "sliding_ttl"  # the default window; the others for information
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Fill a store in a fresh process for each window type."""
     rows = []
     kinds = ("sliding_ttl", "sliding_log", "fixed")
     for number, kind in enumerate(kinds, 1):
@@ -54,7 +53,6 @@ def _rows(kind: str, count: int) -> list[Row]:
 
 
 def fill(kind: str, count: int) -> dict[str, float]:
-    """Count `count` fingerprints, then a sample of them once more."""
     detector = samples.engine([samples.policy(window_type=kind, window_seconds=86_400)]).plans[0].detectors[0]
     store = MemoryStore(Metrics())
     gc.collect()
@@ -75,7 +73,6 @@ def fill(kind: str, count: int) -> dict[str, float]:
 
 
 def _hits(detector: Detector, start: int) -> list[Hit]:
-    """What a detector asks the store for: every request of another body, from one of a thousand tenants."""
     hits = []
     for number in range(start, start + _CHUNK):
         tenant = blake2b(b"user_id=user-%d" % (number % 1000), digest_size=8).hexdigest()
@@ -87,7 +84,6 @@ def _hits(detector: Detector, start: int) -> list[Hit]:
 
 
 def _count(store: MemoryStore, hits: list[Hit]) -> tuple[int, float]:
-    """The longest call in nanoseconds, and the seconds of CPU that all took together."""
     longest = 0
     started = thread_time()
     for hit in hits:

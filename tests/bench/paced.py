@@ -1,8 +1,8 @@
 """A load generator that keeps a pace: `python -m tests.bench.paced PORT RATE SECONDS FIRST_NUMBER`.
 
-Every request is sent when it is due, whether those before it were answered or not, and its latency counts from that moment:
-a server that stops for a while is charged for every request of that time. Prints latencies in milliseconds, by quantile, and
-how many were answered, by status.
+Every request is sent when it is due, whether earlier ones were answered or not, and its latency counts from that moment: a
+server that stops for a while is charged for every request of that time. Prints latencies in milliseconds by quantile, and
+counts by status.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Meanwhile = Callable[[], None]
 
 
 def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhile | None = None) -> list[float]:
-    """Latencies in milliseconds, by quantile, at a pace that another process keeps; raises RuntimeError if one was refused."""
+    """Latencies in milliseconds by quantile, at a pace that another process keeps. Raises RuntimeError unless all get 200."""
     command = command_module("tests.bench.paced", *map(str, (port, rate, seconds, first)))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -44,7 +44,7 @@ def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhi
 
 
 class _Client(asyncio.Protocol):
-    """One keep-alive connection, in the pool while nothing is in flight on it."""
+    """One keep-alive connection, in the pool while idle."""
 
     def __init__(self, pace: _Pace) -> None:
         self._pace = pace
@@ -53,19 +53,16 @@ class _Client(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
         self._pace.idle.append(self)
 
     def send(self, number: int, due: float) -> None:
-        """One request, which was to be sent when `due`."""
         assert self._transport is not None
         self._due = due
         self._transport.write(request(number, _BODY_BYTES))
 
     def data_received(self, data: bytes) -> None:
-        """Take down an answer once it is complete."""
         self._received += data
         head, end, body = self._received.partition(b"\r\n\r\n")
         if end and len(body) >= content_length(head):
@@ -73,13 +70,10 @@ class _Client(asyncio.Protocol):
             self._pace.answered(self, head[9:12].decode(), perf_counter() - self._due)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the base class's signature
-        """A request that is lost with it shows in the statuses."""
         self._pace.lost(self)
 
 
 class _Pace:
-    """The pool of connections, what waits for one, and what was answered."""
-
     def __init__(self) -> None:
         self.idle: list[_Client] = []
         self.statuses: Counter[str] = Counter()
@@ -113,7 +107,6 @@ class _Pace:
 
 
 async def paced(port: int, rate: int, seconds: float, first: int) -> dict[str, object]:
-    """Keep the pace, then wait for the last answers."""
     loop = asyncio.get_running_loop()
     pace, total = _Pace(), int(rate * seconds)
     for _ in range(_CONNECTIONS):

@@ -1,4 +1,4 @@
-"""Processes that the benchmark starts, each stopped by its own id."""
+"""Processes of the benchmark, each stopped by its own id."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _STOP_SECONDS = 10
 
 
 def command_module(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of the benchmark with the interpreter, and the build, of this process."""
     return [sys.executable, "-P", "-m", module, *arguments]  # -P: the sources in the working directory are not that build
 
 
 def run_module(module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON object that a module of the benchmark prints in a fresh interpreter; raises RuntimeError if it fails."""
+    """The JSON that a module of the benchmark prints in a new interpreter. Raises RuntimeError if it fails."""
     command = command_module(module, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -34,10 +33,10 @@ def run_module(module: str, *arguments: str) -> dict[str, Any]:
 
 @contextmanager
 def apart(servers: Iterable[int], others: Iterable[int]) -> Iterator[None]:
-    """Give the servers a processor of their own, until the block ends.
+    """Give the servers a processor of their own until the block ends.
 
-    The rest of the processors are for `others`, this process and what it starts. Without that the threads of all of them push
-    each other around, and one and the same server costs half as much again from one round to the next.
+    `others`, this process and its children get the rest. Without that, threads push each other
+    around, and the same server costs half as much again from one round to the next.
     """
     mine = os.sched_getaffinity(0)
     last = {max(mine)}
@@ -63,7 +62,7 @@ def _pin(pid: int, processors: set[int]) -> None:
 
 @contextmanager
 def running(command: Sequence[str | Path], port: int, log: Path) -> Iterator[int]:
-    """The process id of a server, from when it listens until the block ends; raises RuntimeError with its last words."""
+    """The process id of a server that listens, until the block ends. Raises RuntimeError with the end of its log."""
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             _wait_for(process, port, log)

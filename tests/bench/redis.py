@@ -1,6 +1,6 @@
-"""Counts in Redis beside counts in memory, in one run on loopback: latency, CPU, bytes, and faults.
+"""Counts in Valkey compared with counts in memory, on loopback: latency, CPU, bytes, and faults.
 
-Two Loopguards behind one Envoy, one with each store, take turns.
+Two Loopguards behind one Envoy take turns.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ _QUANTILES = ("p50", "p99")
 
 
 class _Lab(NamedTuple):
-    """Two Loopguards behind Envoy, and the server of one of them."""
-
     valkey: Server
     ports: dict[str, int]
     pids: dict[str, int]
@@ -61,7 +59,6 @@ def _lab(directory: Path) -> Iterator[_Lab]:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """CPU and bytes first, then latencies while the server is well, hangs, or is killed."""
     rounds, requests, seconds = (3, 1_000, 3) if quick else (9, 3_000, 5)
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
         sent = iter(range(0, 1 << 40, 1 << 20))  # every run sends requests that were never sent before
@@ -103,7 +100,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
-    """The requirement is of the compiled guard: what the client library costs weighs less on one that is slower itself."""
+    """The requirement is for the compiled guard: on a slower one, the store's client weighs less."""
     figures = f"{median(cost['redis']):.0f} vs. {median(cost['memory']):.0f} us; {spread(cost, 'redis', 'memory')}"
     compiled = find_compiled()
     return Row(
@@ -114,7 +111,6 @@ def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
 
 
 def _latencies(lab: _Lab, rounds: int, pace: Callable[[str, Meanwhile | None], list[float]]) -> dict[str, list[float]]:
-    """Quantiles of calm and of troubled seconds, each the median of some rounds."""
     valkey = lab.valkey
     found: dict[str, list[list[float]]] = {name: [] for name in ("memory", "redis", "hung", "killed")}
     for _ in range(rounds):

@@ -1,7 +1,7 @@
-"""How long a reload of 10,000 policies keeps the event loop from running: requests wait that long.
+"""How long a reload of 10,000 policies blocks the event loop.
 
-Runs in a process of its own (`python -m tests.bench.reload FILES POLICIES CHANGES`): the real server's reloader, watching real
-files, beside a task that sleeps a millisecond at a time and notes how late it wakes.
+It runs in a process of its own (`python -m tests.bench.reload FILES POLICIES CHANGES`): the real reloader watches real files,
+beside a task that sleeps a millisecond at a time and notes how late it wakes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ _TIMEOUT = 30
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Change one file of one, and one file of a hundred."""
     rows = []
     for number, (name, files) in enumerate((("one file", 1), ("100 files", 100)), 1):
         progress(f"reload: {name}", number, 2)
@@ -54,28 +53,24 @@ def run(*, quick: bool) -> list[Row]:
 
 
 class Ticker:
-    """Notes by how much its naps were too long since it was last asked."""
-
     def __init__(self) -> None:
-        """Not running yet."""
         self._gaps: list[float] = []
 
     async def run(self) -> None:
-        """Sleep and compare, until cancelled."""
         while True:
             before = perf_counter()
             await asyncio.sleep(_NAP)
             self._gaps.append(perf_counter() - before - _NAP)
 
     def take(self) -> tuple[float, float]:
-        """The gap beyond which half of the time was spent, and the longest, in milliseconds; starts again from nothing."""
+        """The gap beyond which half of the time was spent, and the longest, in milliseconds. Starts anew."""
         gaps, self._gaps = sorted(self._gaps or [0.0]), []
         spent = list(accumulate(gap + _NAP for gap in gaps))
         return gaps[bisect(spent, spent[-1] / 2)] * 1000, gaps[-1] * 1000
 
 
 def _write(directory: Path, files: int, policies: int, version: int) -> None:
-    """Policies in files of equal size, so that every version differs in the first of them."""
+    """Policies in files of equal size; each version changes the first file."""
     each = policies // files
     for file in range(files if version == 1 else 1):
         numbers = range(file * each, (file + 1) * each)
@@ -86,7 +81,6 @@ def _write(directory: Path, files: int, policies: int, version: int) -> None:
 
 
 async def measure(directory: Path, files: int, policies: int, changes: int) -> dict[str, float]:
-    """Reload `changes` times and watch the loop."""
     _write(directory, files, policies, 1)
     reloader = Reloader(Settings(policy=(str(directory),)), Metrics())
     serving = samples.service(reloader.engine)
@@ -124,7 +118,6 @@ async def measure(directory: Path, files: int, policies: int, changes: int) -> d
 
 
 def main(files: int, policies: int, changes: int) -> None:
-    """Print what `measure` found."""
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as directory:
         print(json.dumps(asyncio.run(measure(Path(directory), files, policies, changes))))

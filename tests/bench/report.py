@@ -1,4 +1,4 @@
-"""Rows of figures, shown as tables and written as JSON; and the line that says what is being measured."""
+"""Rows of figures, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR = 24
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure; `value` is None if it could not be had, `at_most` what the project requires, `note` how to read it."""
+    """A figure; `value` is None if there is none, `at_most` is the project's requirement."""
 
     name: str
     value: float | None
@@ -28,11 +28,10 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the requirement holds, None where there is none or no figure."""
+        """Whether the requirement holds; None without a requirement or a figure."""
         return None if self.at_most is None or self.value is None else self.value <= self.at_most
 
     def as_json(self) -> dict[str, Any]:
-        """The row as it stands in the results file."""
         required = {} if self.at_most is None else {"at_most": round(self.at_most, 4), "met": self.met}
         note = {"note": self.note} if self.note else {}
         value = None if self.value is None else round(self.value, 4)
@@ -41,15 +40,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one part of the benchmark found, and how long that took."""
-
     title: str
     seconds: float
     rows: Sequence[Row]
 
 
 def table(section: Section) -> str:
-    """The section as text, columns aligned."""
     lines = [_cells(row) for row in section.rows]
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     shown = [f"{section.title} ({section.seconds:.0f} s)"]
@@ -69,12 +65,12 @@ def _cells(row: Row) -> tuple[str, str, str, str, str]:
 
 
 def _figure(value: float) -> str:
-    """Three figures are all that a noisy machine can vouch for."""
+    """Three digits are all that a noisy machine can vouch for."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def verdict(sections: Mapping[str, Section]) -> str:
-    """One closing line for each requirement that was missed or has no figure, and one that counts those that were met."""
+    """A line for each requirement that is missed or has no figure, and one that counts those met."""
     rows = [(name, row) for name, section in sections.items() for row in section.rows if row.at_most is not None]
     missed = [f"MISSED {name}: {row.name} is {' '.join(_cells(row)[1:3])}" for name, row in rows if row.met is False]
     skipped = [f"SKIPPED {name}: {row.name}: {row.note}" for name, row in rows if row.value is None]
@@ -83,7 +79,6 @@ def verdict(sections: Mapping[str, Section]) -> str:
 
 
 def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> None:
-    """Everything that was measured, for machines."""
     document = {
         "quick": quick,
         "build": describe_version(),
@@ -101,7 +96,7 @@ def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> N
 
 
 def progress(text: str, done: int, total: int) -> None:
-    """Say on stderr what is being measured: a bar that overwrites itself on a terminal, else a line for each step."""
+    """Say on stderr what is being measured: a bar on a terminal, else a line for each step."""
     filled = _BAR * done // total
     line = f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{total} {text}"
     if sys.stderr.isatty():
@@ -113,7 +108,6 @@ def progress(text: str, done: int, total: int) -> None:
 
 
 def progress_done() -> None:
-    """Clear the bar, so that a table can follow."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What is measured: policies, requests as Envoy sends them, and a service in this process."""
+"""Policies and requests for measurements, and a service in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ _ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 
 def policy(number: int = 0, selector: dict[str, Any] | None = None, **loop: object) -> dict[str, Any]:
-    """One policy that tells callers apart by a header; `loop` changes its loop_detection."""
     detection = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 5, **loop}
     return {
         "id": f"policy-{number:05d}",
@@ -45,7 +44,7 @@ def canary(number: int = 1, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # a
 
 
 def budget(number: int = 0, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # as `policy`
-    """`policy` with session limits beside its detector, none of which is reached unless they are given."""
+    """`policy` with session limits that no request reaches."""
     tools = loop.pop("max_calls_per_tool", {"send_email": 5})
     made = policy(number, **loop)
     limits = {
@@ -67,7 +66,7 @@ def talk() -> dict[str, Any]:
 
 
 def rule() -> dict[str, Any]:
-    """`policy` with a rule beside its detector, which lets every request pass."""
+    """`policy` with a rule that lets every request pass."""
     made = policy()
     bucket = {"tokens_per_second": 1_000, "burst": 1_000_000}
     made["spec"]["rules"] = [
@@ -77,32 +76,28 @@ def rule() -> dict[str, Any]:
 
 
 def bundle(policies: Sequence[dict[str, Any]], version: int = 1) -> bytes:
-    """A policy file."""
     return json.dumps({"bundle_version": version, "policies": policies}).encode()
 
 
 def engine(policies: Sequence[dict[str, Any]]) -> Engine:
-    """The engine for these policies."""
     now = datetime.now(UTC)
     return Engine(parse({"bench.json": bundle(policies)}, now), now)
 
 
 def service(compiled: Engine, settings: Settings | None = None) -> Service:
-    """A service around an engine, with an empty store in memory."""
     metrics = Metrics()
     store = MemoryStore(metrics)
     return Service(compiled, store, store, metrics, settings or Settings())
 
 
 def chat_body(number: int, length: int = 1024) -> bytes:
-    """A chat request of `length` bytes, different for each number."""
     start = b'{"model":"gpt-4o","messages":[{"role":"user","content":"%08d ' % number
     end = b'"}]}'
     return start + b"x" * (length - len(start) - len(end)) + end
 
 
 def agent_body(user: int, calls: int) -> bytes:
-    """A chat request of an agent that has called a tool so often, and each time found something new."""
+    """A chat request of an agent that has called a tool this often, with a new result each time."""
     messages: list[dict[str, object]] = [{"role": "system", "content": "x" * 500}, {"role": "user", "content": f"task {user}"}]
     for number in range(calls):
         name = f"call_{user}_{number}"
@@ -116,7 +111,7 @@ def agent_body(user: int, calls: int) -> bytes:
 def headers_message(
     path: str = PATH, *, host: str = HOST, user: str = "user-1", length: int = 1024, more: Mapping[str, str] | None = None
 ) -> bytes:
-    """The first message of a stream: the 16 headers of an LLM client behind Envoy, and the attributes that are asked for."""
+    """The first message of a stream: the 16 headers of an LLM client behind Envoy, and attributes."""
     headers = {
         ":authority": host,
         ":path": path,
@@ -145,12 +140,11 @@ def headers_message(
 
 
 def body_message(body: bytes) -> bytes:
-    """The second message of a stream: a whole buffered body."""
     return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)).SerializeToString()
 
 
 def process(serving: Service, messages: Sequence[bytes]) -> ProcessingResponse:
-    """The last answer to a stream, as a transport drives it; raises RuntimeError if the request does not go on."""
+    """The last answer to a stream. Raises RuntimeError if the request is refused."""
     with closing(Stream(serving)) as stream:
         *_, reply = [stream.receive(message) for message in messages]
     answer = ProcessingResponse.FromString(reply.join_answer()) if isinstance(reply, Reply) and reply.done else None

@@ -1,7 +1,6 @@
-"""What `loopguard scan` takes for transcripts: how long for a gigabyte on two processors, and how much memory.
+"""`loopguard scan` on transcripts: time for a gigabyte on two processors, and memory.
 
-It runs in a process of its own (`python -m tests.bench.scan MEGABYTES`), because memory that another section left behind would
-hide the growth.
+It runs in a process of its own (`python -m tests.bench.scan MEGABYTES`), so that no other section's memory hides the growth.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ _PROCESSES = 2
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Scan one set in fresh processes."""
     size = _MEGABYTES // 10 if quick else _MEGABYTES
     progress(f"scan: {size:,} MB", 1, 1)
     found = run_module("tests.bench.scan", str(size))
@@ -48,7 +46,6 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def write_set(folder: Path, size: int) -> None:
-    """Transcripts of this many bytes: three quarters of them transcripts, the rest logged requests."""
     random = Random(1)
     words = [f"{word}{number}" for number in range(500) for word in ("src/", "def ", "return ", "error ", "value ")]
 

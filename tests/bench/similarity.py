@@ -1,4 +1,4 @@
-"""What it costs to inspect a body, compared with decoding the same bytes with msgspec, which is the lower bound."""
+"""Inspecting a body, compared with decoding the same bytes with msgspec, which is the lower bound."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def _tool(number: int) -> dict[str, Any]:
 
 
 def _turn(number: int, result: str) -> list[dict[str, Any]]:
-    """The assistant calls a tool, which brings back something new."""
     call = f"call_{number:08d}"
     function = {"name": "tool_0", "arguments": json.dumps({"path": f"src/file{number}.py", "limit": 200})}
     return [
@@ -60,10 +59,10 @@ def _turn(number: int, result: str) -> list[dict[str, Any]]:
 
 
 def request(size: int, result: str = _PROSE * 12) -> bytes:
-    """A chat completion request of an agent, as long as the agent is old.
+    """A chat completion request of an agent.
 
-    The smallest is its first: prompts, one tool, no history. The others have a longer prompt, eight tools, and as many turns as
-    make up about `size` bytes.
+    The smallest is its first: prompts, two tools, no history. The others have a longer prompt, eight tools, and about `size`
+    bytes of turns.
     """
     small = size < 2_000  # bytes
     messages: list[dict[str, Any]] = [
@@ -82,7 +81,6 @@ def request(size: int, result: str = _PROSE * 12) -> bytes:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure every mode on every size, and decoding in the same run."""
     rows = []
     for number, size in enumerate(_SIZES, 1):
         progress(f"similarity: {size // 1000} KB", number, len(_SIZES) + 1)
@@ -105,14 +103,13 @@ def _measure_log(*, quick: bool) -> Row:
 
 
 def _stuck(size: int) -> bytes:
-    """A request of an agent that has done the same three times."""
     body = json.loads(request(size))
     body["messages"] += _turn(0, _PROSE * 12) * 3
     return json.dumps(body).encode()
 
 
 def _measure_steering(*, quick: bool) -> list[Row]:
-    """The cost of edits, and the cost for requests that get none, over whole streams."""
+    """The cost of edits, and the cost for requests that get none, in whole streams."""
     freeze_objects()  # as in a server
     size, times = 70_000, 20 if quick else 100
     stuck, at_work = [samples.body_message(body) for body in (_stuck(size), request(size))]
@@ -148,15 +145,12 @@ def _looking(action: str) -> dict[str, Any]:
 
 
 class _Streams:
-    """The same request again and again, under a policy on turns."""
-
     def __init__(self, policy: dict[str, Any], body: bytes, times: int) -> None:
         self._serving = samples.service(samples.engine([policy]))
         self._messages = samples.headers_message(), body
         self._times = times
 
     def run(self) -> float:
-        """Microseconds for one of them."""
         self._serving.budget = InspectionBudget(perf_counter())  # whose share of the time is not what is measured
         return cpu_us(self._send, self._times)
 

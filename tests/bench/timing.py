@@ -1,4 +1,4 @@
-"""Clocks for a machine that does other things as well: CPU time instead of wall time, interleaved rounds, medians."""
+"""Clocks for a busy machine: CPU time instead of wall time, interleaved rounds, medians."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1_000_000
 
 
 def cpu_us(work: Callable[[], object], count: int) -> float:
-    """Microseconds of this thread's CPU for each of the `count` things that `work` does."""
     started = thread_time()
     work()
     return (thread_time() - started) / count * 1e6
 
 
 def measure_clock() -> float:
-    """How slow the processor is just now: 1 where it hashes a megabyte in the time that limits in microseconds are meant for.
+    """How slow the processor is now: 1 where it hashes a megabyte in the time that limits are meant for.
 
-    The clock of a shared machine goes up and down by half. A hash needs nothing but the clock, so that a figure divided by this
-    is the same at every speed.
+    The clock of a shared machine varies by half. A hash needs nothing but the clock, so a figure divided by this is the same at
+    every speed.
     """
     return cpu_us(lambda: blake2b(_MEGABYTE).digest(), 1) / _HASH_US
 
 
 def at_one_clock(measure: Callable[[], float]) -> float:
-    """What some microseconds would be at the clock that limits are meant for: the clock is measured before and after."""
     before = measure_clock()
     spent = measure()
     return spent / ((before + measure_clock()) / 2)
 
 
 def interleaved(rounds: int, works: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Run every work once a round, A B A B, so that a slow moment of the machine hits all of them alike."""
+    """Run every work once a round, A B A B, so that a slow moment hits all of them."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
@@ -50,26 +48,24 @@ def interleaved(rounds: int, works: Mapping[str, Callable[[], float]]) -> dict[s
 
 
 def ratio(found: Mapping[str, list[float]], name: str, reference: str) -> float:
-    """The median over the rounds of one work's figure divided by another's."""
+    """The median over the rounds of one figure divided by another."""
     return median(one / other for one, other in zip(found[name], found[reference], strict=True))
 
 
 def spread(found: Mapping[str, list[float]], name: str, reference: str) -> str:
-    """Between which ratios the middle half of the rounds lies, in words."""
+    """The middle half of the ratios, in words."""
     low, _, high = quantiles((one / other for one, other in zip(found[name], found[reference], strict=True)), n=4)
     return f"half of the rounds {low:.2f} to {high:.2f}"
 
 
 def difference(found: Mapping[str, list[float]], name: str, reference: str) -> float:
-    """The median over the rounds of one work's figure less another's."""
+    """The median over the rounds of one figure less another."""
     return median(one - other for one, other in zip(found[name], found[reference], strict=True))
 
 
 def process_cpu(pid: int) -> float:
-    """Seconds of CPU, user and system, that a process has used in all of its threads."""
     return clock_gettime(~pid << 3 | _CPU_CLOCK)  # /proc/<pid>/stat has the same, in hundredths of a second
 
 
 def resident_mb() -> float:
-    """Memory of this process that is in RAM, in MB of 10^6 bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_MB

@@ -1,4 +1,4 @@
-"""`make test-clients`: run real clients through Envoy and Loopguard, write docs/clients.md, and say what is not as promised."""
+"""`make test-clients`: run real clients, write docs/clients.md, and report broken promises."""
 
 from __future__ import annotations
 
@@ -56,19 +56,18 @@ _NONE: Final = "-"
 
 
 class Visit(NamedTuple):
-    """What became of a client in all scripts, or why it did not run."""
+    """The runs of a client in all scripts, or why it did not run."""
 
     client: Client
     runs: Mapping[str, Run]
     skipped: str = ""
 
     def find_broken(self) -> list[str]:
-        """The promises that are not kept, each with what happened instead."""
+        """Broken promises, each with what happened instead."""
         broken = {name: said for name, judge in _JUDGES.items() if (said := judge(self))}
         return [f"{name}: {said}" for name, said in broken.items() if name not in self.client.allowed]
 
     def count_turns(self, steps: int) -> int:
-        """Identical turns among the steps of a loop."""
         return -(-steps // len(self.client.loop))
 
 
@@ -111,7 +110,7 @@ def _judge_finishes(visit: Visit) -> str:
 
 
 def _judge_agents(visit: Visit) -> str:
-    """Of two agents, one begins, or none; the main agent reads why, and finishes. `max_steps` count for all together."""
+    """Two agents may not both start; the main agent reads why and finishes. `max_steps` counts for all together."""
     wrong = []
     for name in AGENT_LIMITS:
         run = visit.runs.get(f"agents {name}")
@@ -148,7 +147,6 @@ _JUDGES: Final[Mapping[str, Callable[[Visit], str]]] = dict(
 
 
 def visit_client(client: Client, scripts: Sequence[str], record: Path | None) -> Visit:
-    """Install a client and run it with each script that it can play."""
     try:
         commands = install(client)
     except NotInstalled as reason:
@@ -234,7 +232,6 @@ def _describe_compaction(visit: Visit) -> str:
 
 
 def write_page(visits: Sequence[Visit]) -> str:
-    """docs/clients.md."""
     lines = [
         "|".join(("", *row, "")) for row in (_HEAD, ["---"] * len(_HEAD), *[_row(visit) for visit in visits if visit.runs])
     ]
@@ -249,7 +246,6 @@ def write_page(visits: Sequence[Visit]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the clients asked for; 1 if a promise is broken."""
     options = _parser().parse_args(arguments)
     chosen = [client for client in CLIENTS if not options.only or client.name in options.only or client.folder in options.only]
     scripts = [script for script in SCRIPTS if not options.script or script in options.script]

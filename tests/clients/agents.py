@@ -1,4 +1,4 @@
-"""Agents made with libraries, as their first pages show them: one function for each, run in its client's own environment.
+"""Agents made with libraries, as their first pages show them: one function each, run in its client's own environment.
 
 `python -P agents.py FUNCTION TASK`; the address of the API is in the environment.
 """

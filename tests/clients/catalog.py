@@ -1,4 +1,4 @@
-"""The clients that `make test-clients` runs, as data: how each is installed and started, and what the model asks it to do.
+"""The clients of `make test-clients`, as data: how each is installed and started, and what the model asks it to do.
 
 In commands, environments and files, `{url}` is Envoy's address, `{key}` the API key of a run, `{home}` and `{work}` its home
 and the folder that it works in, `{bin}` the folder of the client's commands, and `{prompt}` the task. In what the model asks
@@ -40,23 +40,23 @@ class Client(NamedTuple):
     """A client.
 
     Attributes:
-        name: for `--only`, and the folder that it is installed in; what stands before a slash is the folder.
+        name: for `--only`; the part before a slash is its folder.
         source: NPM or PYPI.
-        packages: with their versions; the first is the client's own.
-        command: its command line.
-        environment: beside `_ENVIRONMENT`.
+        packages: with versions; the first is the client's own.
+        command: command line.
+        environment: in addition to `_ENVIRONMENT`.
         step: what the model asks for in each turn, a call or a text.
         end: how the model ends a task.
         loop: files that the model asks for in turn when it loops: several, where a client stops identical calls itself.
-        files: written before a run, by their paths.
-        before: a command to run before.
-        spawn: how the model starts a sub-agent, where the client has them.
-        wait: how it waits for them, where their results come later; `{agents}` is an id of one.
-        names_agents: its requests name their agent and its session.
+        files: written before a run, by path.
+        before: command to run first.
+        spawn: how the model starts a sub-agent, if the client has them.
+        wait: how it waits for them, if their results come later; `{agents}` is an id of one.
+        names_agents: requests name their agent and its session.
         nests: so do those of agents that its agents start.
-        compacts: it asks the model for a summary by itself, when its context is full.
-        remark: what else was done for it, for the page.
-        allowed: what it may do that the others may not, by the name of the promise, with the reason.
+        compacts: it asks the model for a summary when its context is full.
+        remark: for the page.
+        allowed: exceptions, with the reason, by the name of the promise.
     """
 
     name: str
@@ -79,12 +79,10 @@ class Client(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Where it is installed."""
         return self.name.partition("/")[0]
 
     @property
     def version(self) -> str:
-        """Its own."""
         return self.packages[0].rpartition("@" if self.source == NPM else "==")[2]
 
 
@@ -123,7 +121,7 @@ def _codex(name: str, settings: str, key: str) -> Client:
 
 
 def _python(name: str, packages: tuple[str, ...], **more: object) -> Client:
-    """One that is a library, used by the function in `agents.py` that has its name."""
+    """A library, used by the function of its name in `agents.py`."""
     function = name.replace("/", "_").replace("-", "_")
     command = ("{bin}/python", "-P", _AGENTS, function, "{prompt}")
     given: dict[str, object] = {"environment": _OPENAI, "step": _READ, **more}

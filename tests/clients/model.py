@@ -1,6 +1,6 @@
-"""The model that real clients talk to: it answers in the API that it is asked in, whole or streamed, from one of its scripts.
+"""The model that real clients talk to. It answers in the API of the request, whole or streamed, from one of its scripts.
 
-Any other request is answered as well as clients need it: a WebSocket with 426, lists of models, counts of tokens.
+Other requests get what clients need: WebSockets 426, lists of models, counts of tokens.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _STREAM_GEMINI: Final = ":streamGenerateContent"
 
 @dataclass
 class Given:
-    """The steps that the model gave in one conversation, and what it read there.
+    """The steps that the model gave in a conversation.
 
     Attributes:
-        steps: when each was given.
+        steps: time of each.
         noted: number of steps before the first request with a note.
         landed: the same for a note that asks for a final answer.
     """
@@ -77,11 +77,11 @@ class Model:
         given: by conversation: the main agent's has an empty name, those of sub-agents the names of their tasks.
         requests: number of model requests.
         turns: number of those that are turns of an agent.
-        ended: the script came to its end.
+        ended: the script has ended.
         compacted: the client has asked for a summary of its history.
-        told: the agent that should have started another one has read that it was not started.
-        tokens: length of the newest request's prompt, as it is told to the client; 0 for a short one.
-        folder: where the client works, and finds its files.
+        told: the agent that should have started another has read that it was not started.
+        tokens: reported length of the newest prompt; 0 for a short one.
+        folder: the client's working folder.
     """
 
     def __init__(self, client: Client) -> None:
@@ -89,7 +89,6 @@ class Model:
         self.begin("", "")
 
     def begin(self, script: str, folder: str) -> None:
-        """Play a script from its start."""
         self.script = script
         self.folder = folder
         self.given: dict[str, Given] = {}
@@ -100,7 +99,6 @@ class Model:
         self.tokens = 0
 
     def answer(self, body: dict[str, Any]) -> Answer:
-        """The next answer."""
         self.requests += 1
         client, text = self.client, json.dumps(body)
         self.tokens = 0
@@ -131,18 +129,17 @@ class Model:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the context is said to be full, until the client has asked for a summary."""
+        """Whether the context is reported as full, until the client has asked for a summary."""
         return (
             self.script == "compaction" and not self.compacted and "" in self.given and len(self.given[""].steps) >= FULL_AFTER
         )
 
     def _is_aside(self, body: dict[str, Any]) -> bool:
-        """Whether a request is not a turn of the agent, but for a title, a summary or a choice of models."""
+        """Whether a request is no turn of the agent, but for a title, a summary or a choice of models."""
         step = self.client.step
         return isinstance(step, Call) and step.tool not in _read_tools(body)
 
     def _choose(self, task: str, given: Given, text: str, *, noted: bool) -> Answer | None:
-        """The next step of a conversation; None at its end."""
         number = len(given.steps)
         match self.script:
             case "work":
@@ -159,7 +156,7 @@ class Model:
         return self._write(self.client.step, files[number % len(files)]) if number < _LONGEST_LOOP else None
 
     def _delegate(self, number: int, text: str) -> Answer | None:
-        """The main agent's next step with sub-agents: it starts them, waits for them where it has to, and ends."""
+        """The main agent's next step with sub-agents: it starts them, waits for them if necessary, and ends."""
         spawn, wait = self.client.spawn, self.client.wait
         if spawn is not None and not number:
             return [self._fill(spawn, task) for task in SUBTASKS]
@@ -184,7 +181,6 @@ class Model:
 
 
 def _fit(schema: dict[str, Any]) -> Any:  # noqa: ANN401  # JSON
-    """Something that fits a schema."""
     match schema.get("type", "").lower():
         case "object":
             return {name: _fit(inside) for name, inside in schema.get("properties", {}).items()}
@@ -198,12 +194,10 @@ def _fit(schema: dict[str, Any]) -> Any:  # noqa: ANN401  # JSON
 
 
 def _read_newest(body: dict[str, Any]) -> str:
-    """The newest message, as JSON."""
     return json.dumps([body[key][-1:] for key in ("messages", "input", "contents") if key in body])
 
 
 def _read_tools(body: dict[str, Any]) -> dict[str, Any]:
-    """The tools that a request offers, by name."""
     tools: dict[str, Any] = {}
     for tool in body.get("tools") or ():
         declared = tool.get("functionDeclarations") or [tool.get("function") or tool]
@@ -215,7 +209,6 @@ Event: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def _list_message(message: dict[str, Any]) -> Iterator[Event]:
-    """Anthropic's events of one message."""
     yield "message_start", {"message": {**message, "content": [], "stop_reason": None}}
     for index, block in enumerate(message["content"]):
         if block["type"] == "text":
@@ -233,7 +226,6 @@ def _list_message(message: dict[str, Any]) -> Iterator[Event]:
 
 
 def _list_response(response: dict[str, Any]) -> Iterator[Event]:
-    """The Responses API's events of one response."""
     yield "response.created", {"response": {**response, "status": "in_progress", "output": [], "usage": None}}
     for index, item in enumerate(response["output"]):
         place = {"item_id": item["id"], "output_index": index}
@@ -265,7 +257,6 @@ def _write_events(events: Iterator[Event]) -> bytes:
 
 
 def _count(whole: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The same answer, to a prompt of this number of tokens."""
     for key in ("usage", "usageMetadata"):
         for name in whole.get(key, ()) if tokens else ():
             if any(word in name.lower() for word in ("prompt", "input", "total")) and isinstance(whole[key][name], int):
@@ -276,7 +267,7 @@ def _count(whole: dict[str, Any], tokens: int) -> dict[str, Any]:
 def write_answer(
     path: str, answer: Answer, number: int, *, streamed: bool, tokens: int = 0, remote: bool = False
 ) -> tuple[str, bytes]:
-    """Content type and body of an answer, as the API of a path has them.
+    """Content type and body of an answer in the API of a path.
 
     Raises:
         KeyError: no API has this path.
@@ -312,8 +303,6 @@ _OTHERS: Final[Sequence[tuple[str, dict[str, Any]]]] = (
 
 @contextmanager
 def serve_model(model: Model) -> Iterator[int]:
-    """Listen on a free port, and yield it."""
-
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
@@ -351,7 +340,7 @@ def serve_model(model: Model) -> Iterator[int]:
         do_GET = do_HEAD = do_POST = _serve  # noqa: N815  # the base class's names
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-            """Say nothing."""
+            pass
 
     with serving(Handler) as port:
         yield port

@@ -1,4 +1,4 @@
-"""Installs a client, runs it through the real Envoy and Loopguard, and sees what became of it."""
+"""Installs a client and runs it through the real Envoy and Loopguard."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ _OF_TERMINALS: Final = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\s│┃|╎]+")
 
 
 class NotInstalled(Exception):
-    """A client cannot be installed, with the reason."""
+    pass
 
 
 class Run(NamedTuple):
-    """What became of a client.
+    """A run of a client.
 
     Attributes:
         script: what the model did.
         given: what it gave and read, by conversation.
         refused: number of steps before the first refusal; 0 for none.
-        retries: number of requests that were refused after the first one.
-        acted: number of requests that Loopguard did anything about.
-        seconds: from the first refusal, or from the start if there was none, to the end.
+        retries: number of requests refused after the first one.
+        acted: number of requests that Loopguard acted on.
+        seconds: from the first refusal, else from the start, to the end.
         killed: it did not end by itself.
         shown: the refusal's message was on its screen.
         code: exit code.
-        finished: so was the last word of the model.
+        finished: the model's last words were on its screen.
         compacted: the client asked the model for a summary of its history.
-        told: the agent that should have started another one has read why it was not started.
-        requests: number of them that came to the model.
+        told: the agent that should have started another has read why it was not started.
+        requests: number of model requests.
         turns: number of those that are turns of an agent.
-        screen: all that it printed.
+        screen: its output.
     """
 
     script: str
@@ -79,7 +79,7 @@ class Run(NamedTuple):
 
 
 def install(client: Client) -> Path:
-    """Install a client unless that is done; returns the folder of its commands. Raises NotInstalled."""
+    """Install a client unless it is. Returns the folder of its commands; raises NotInstalled."""
     folder = INSTALLED / client.folder
     commands = folder / _FOLDER_OF_COMMANDS.get(client.source, "bin")
     stamp, wanted = folder / "installed", "\n".join(client.packages)
@@ -106,8 +106,6 @@ def _try(*command: str) -> None:
 
 
 class Zoo(NamedTuple):
-    """Where a client runs."""
-
     client: Client
     commands: Path
     model: Model
@@ -116,7 +114,7 @@ class Zoo(NamedTuple):
 
 @contextlib.contextmanager
 def opened(client: Client, commands: Path, limits: Mapping[str, int] | None = None) -> Iterator[Zoo]:
-    """Envoy and Loopguard with the preset as `loopguard init` prints it, in front of a model; or with limits of sessions."""
+    """Envoy and Loopguard before a model, with the preset of `loopguard init`, or with session limits."""
     command = [str(Path(sys.executable).parent / "loopguard"), "init"]
     policy = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     if limits is not None:
@@ -128,7 +126,6 @@ def opened(client: Client, commands: Path, limits: Mapping[str, int] | None = No
 
 
 def run(zoo: Zoo, script: str) -> Run:
-    """Run a client once, with a home and an API key of its own."""
     client, envoy = zoo.client, zoo.stack.envoy
     with tempfile.TemporaryDirectory(prefix="zoo", ignore_cleanup_errors=True) as name:
         home, work = Path(name, "home"), Path(name, "work")
@@ -226,7 +223,7 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
 
 
 def _end_strays(home: Path) -> None:
-    """End the processes that a client has started in sessions of their own, such as cline's daemon."""
+    """End processes that a client has started in sessions of their own, such as cline's daemon."""
     mark = f"HOME={home}\0".encode()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -241,8 +238,6 @@ def _fill(text: str, known: Mapping[str, str]) -> str:
 
 
 class _Entry(NamedTuple):
-    """A line of Envoy's access log."""
-
     time: float
     refused: bool
     acted: bool

@@ -1,4 +1,4 @@
-"""The real Envoy with what Envoy Gateway's own translator makes of the chart's objects."""
+"""The real Envoy with the configuration that Envoy Gateway's translator makes of the chart."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ ROUTES = {"chat": ["chat"], "several": ["guarded", "open"], "rest": ["rest"]}
 
 
 def write_object(kind: str, name: str, spec: Object, version: str = "gateway.networking.k8s.io/v1") -> Object:
-    """An object among the routes."""
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": GATEWAYS}, "spec": spec}
 
 
 def write_cluster(port: int, upstream: int) -> Iterator[Object]:
-    """A Gateway with two listeners, the first on that port, and routes to an upstream on loopback."""
+    """A Gateway with two listeners, the first on this port, and routes to an upstream on loopback."""
     controller = "gateway.envoyproxy.io/gatewayclass-controller"
     yield write_object("GatewayClass", "eg", {"controllerName": controller})
     listeners = [{"name": name, "protocol": "HTTP", "port": at} for name, at in (("http", port), ("https", port + 1))]
@@ -68,7 +67,7 @@ def write_cluster(port: int, upstream: int) -> Iterator[Object]:
 
 
 def translate(values: Values, port: int, upstream: int) -> Object:
-    """The objects with what Envoy Gateway says of them, and the Envoy configuration that it makes of them."""
+    """The objects with Envoy Gateway's status, and the Envoy configuration."""
     ours = [item for kind in OURS for item in of_kind(objects(values), kind)]
     for service in of_kind(ours, "Service"):
         service["spec"]["clusterIP"] = "127.0.0.1"  # Kubernetes gives it one
@@ -83,7 +82,6 @@ def translate(values: Values, port: int, upstream: int) -> Object:
 
 
 def find_dump(translated: Object, kind: str) -> list[Object]:
-    """What stands in one part of the configuration, as Envoy's config dumps have it."""
     (made,) = translated["xds"].values()
     (found,) = (part for part in made["configs"] if part["@type"].endswith(f".{kind}"))
     listed: list[Object] = next(value for key, value in found.items() if key != "@type")
@@ -91,12 +89,10 @@ def find_dump(translated: Object, kind: str) -> list[Object]:
 
 
 def make_static(message: Object) -> Object:
-    """A message that stood in an Any."""
     return {key: value for key, value in message.items() if key != "@type"}
 
 
 def find_guard(endpoints: list[Object]) -> list[Object]:
-    """Loopguard's endpoints among those of a translation."""
     for group in endpoints:
         listed: list[Object] = group["endpoints"][0]["lbEndpoints"]
         if listed[0]["endpoint"]["address"]["socketAddress"]["portValue"] == GUARD_PORT:
@@ -105,7 +101,7 @@ def find_guard(endpoints: list[Object]) -> list[Object]:
 
 
 def write_bootstrap(printed: Object, translated: Object, port: int, others: Sequence[Loopguard]) -> Object:
-    """An Envoy that has by itself what Envoy Gateway would push; Loopguard's own cluster is there for `stack`."""
+    """An Envoy with the whole configuration in its bootstrap. Loopguard's own cluster is there for `stack`."""
     routes = [make_static(item["routeConfig"]) for item in find_dump(translated, "RoutesConfigDump")]
     endpoints = [make_static(item["endpointConfig"]) for item in find_dump(translated, "EndpointsConfigDump")]
     guard = find_guard(endpoints)
@@ -136,7 +132,7 @@ def write_bootstrap(printed: Object, translated: Object, port: int, others: Sequ
 def envoy_gateway(
     values: Values, *others: Loopguard, flags: Sequence[str] = (), edit: Callable[[str], str] = str
 ) -> Iterator[Stack]:
-    """Loopguard, and others beside it, behind an Envoy whose configuration is Envoy Gateway's.
+    """Loopguards behind an Envoy that Envoy Gateway configures.
 
     Args:
         values: of the chart.

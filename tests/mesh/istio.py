@@ -1,4 +1,4 @@
-"""The real Envoy with all that Istio's own discovery server makes of the chart's objects, which it gets over ADS."""
+"""The real Envoy with all that Istio's own discovery server makes of the chart, over ADS."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ ROUTES = ("chat", "pinned", "own", "files", "rest")
 
 
 def write_mesh(port: int, upstream: int) -> Iterator[Object]:
-    """A gateway on a port of loopback, and an upstream with a route for each name."""
     yield {
         "apiVersion": "networking.istio.io/v1",
         "kind": "Gateway",
@@ -99,7 +98,7 @@ def write_mesh(port: int, upstream: int) -> Iterator[Object]:
 
 
 def write_endpoints(service: Object, *pods: str) -> Iterator[Object]:
-    """A Service with an address, and where its pods are, each as IP:PORT; Istio tells pods apart by their IPs."""
+    """A Service with an address, and its pods, each as IP:PORT; Istio tells pods apart by IP."""
     yield {**service, "spec": {**service["spec"], "clusterIP": "10.0.0.1"}}
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
     for number, (address, _, port) in enumerate(pod.rpartition(":") for pod in pods):
@@ -115,7 +114,7 @@ def write_endpoints(service: Object, *pods: str) -> Iterator[Object]:
 
 
 def write_bootstrap(printed: Object, istiod: int) -> Object:
-    """An Envoy that has everything from Istio; Loopguard's own cluster is there for `stack`, which waits for its health."""
+    """An Envoy that gets everything from Istio. Loopguard's own cluster is there for `stack`, which waits for its health."""
     options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     http2 = {"@type": f"type.googleapis.com/{options}", "explicit_http_config": {"http2_protocol_options": {}}}
     discovery = {
@@ -157,13 +156,13 @@ def istio(
     patient: bool = False,
     **more: Any,  # noqa: ANN401  # of `stack`
 ) -> Iterator[Stack]:
-    """Loopguard, and others beside it, behind an Envoy whose configuration is Istio's, with the chart's objects in it.
+    """Loopguards behind an Envoy that Istio configures, with the chart's objects.
 
     Args:
         values: of the chart.
         *others: more pods of the same Service.
         flags: more flags of serve, for the first pod.
-        patient: give Envoy's timeouts time for a busy machine.
+        patient: lengthen Envoy's timeouts for a busy machine.
         **more: of `stack`.
     """
     with tempfile.TemporaryDirectory(prefix="istio") as name, ExitStack() as ended:
@@ -194,6 +193,6 @@ def istio(
 
 
 def count_missed(made: Stack) -> int:
-    """Requests that passed without an answer, or that waited for one in vain."""
+    """Requests that passed without an answer or waited in vain."""
     names = "failure_mode_allowed|message_timeouts"
     return sum(int(found) for found in re.findall(rf"ext_proc\.(?:\S+\.)?(?:{names}): (\d+)", made.envoy.admin("/stats")))

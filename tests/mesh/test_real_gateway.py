@@ -1,7 +1,6 @@
-"""What the chart renders for Envoy Gateway, taken in by its own translator, which `make test-mesh` builds: Go, and minutes.
+"""The chart on Envoy Gateway's own translator, which `make test-mesh` builds: Go, and minutes.
 
-It checks objects against their definitions, and prints the Envoy configuration that it makes of them, which a real Envoy runs.
-`gateway_configuration` in tests/support/meshes.py is the model of it that `make test` has.
+`gateway_configuration` in tests/support/meshes.py is the model of it that `make test` uses.
 """
 
 from __future__ import annotations
@@ -35,14 +34,12 @@ MODELLED = (*GATEWAY_LEFT, "early_header_mutation_extensions", "http2_protocol_o
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Stack]:
-    """With one Loopguard."""
     with envoy_gateway(VALUES) as made:
         yield made
 
 
 @pytest.mark.parametrize("values", GATEWAY_CASES.values(), ids=GATEWAY_CASES)
-def test_every_object_is_accepted(values: Values) -> None:
-    """Envoy Gateway refuses nothing of any case, nor passes over any of it, and makes one filter of it."""
+def test_envoy_gateway_accepts_every_object(values: Values) -> None:
     translated = translate(values, 8_080, 8_000)
 
     kinds = ("clientTrafficPolicies", "envoyExtensionPolicies", "backendTLSPolicies")
@@ -55,8 +52,7 @@ def test_every_object_is_accepted(values: Values) -> None:
     assert len(set(re.findall(r'"name": "(envoy.filters.http.ext_proc/[^"]+)"', listeners))) == 1
 
 
-def test_envoy_asks_for_the_name_that_is_set() -> None:
-    """With a Secret Loopguard is asked over TLS, and has to have the name of `tls.serverName`."""
+def test_server_name_is_verified() -> None:
     translated = translate(CASES["mutual-tls"], 8_080, 8_000)
 
     clusters = [item["cluster"] for item in find_dump(translated, "ClustersConfigDump")]
@@ -65,8 +61,7 @@ def test_envoy_asks_for_the_name_that_is_set() -> None:
     assert '"sni": "loopguard.example"' in asked
 
 
-def test_a_loop_is_refused_where_it_was_asked_for(gateway: Stack) -> None:
-    """On a targeted route, and on a targeted rule of one; another rule and another route never meet Loopguard."""
+def test_loop_is_refused_on_targets_only(gateway: Stack) -> None:
     before = gateway.loopguard.metric("requests_total")
     found = {name: statuses(gateway, f"/{name}", 3, body=b"same") for name in ("chat", "guarded", "open", "rest")}
 
@@ -86,7 +81,6 @@ end
 
 
 def choose_late(text: str) -> str:
-    """A filter in front that chooses a request's route, as Envoy AI Gateway's does by the model."""
     made = json.loads(text)
     lua = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
@@ -100,8 +94,7 @@ def choose_late(text: str) -> str:
 @pytest.mark.parametrize(
     ("target", "last"), [({"kind": "Gateway", "name": "public"}, 429), ({"name": "chat"}, 200)], ids=["Gateway", "HTTPRoute"]
 )
-def test_a_route_that_is_chosen_late_is_guarded_by_a_policy_for_the_gateway(target: dict[str, str], last: int) -> None:
-    """Not by one for this route alone: Envoy Gateway turns the filter on by the first route of a request."""
+def test_late_route_needs_policy_of_gateway(target: dict[str, str], last: int) -> None:
     values = merged(VALUES, {"envoyGateway": {"targetRefs": [target]}})
     with envoy_gateway(values, edit=choose_late) as made:
         assert statuses(made, "/rest/late/x", 3, body=b"same") == [200, 200, last]
@@ -109,23 +102,20 @@ def test_a_route_that_is_chosen_late_is_guarded_by_a_policy_for_the_gateway(targ
         assert ("late-route" in codes) == (last == 200)
 
 
-def test_what_is_large_is_looked_at_and_what_is_held_goes_on(gateway: Stack) -> None:
-    """Bodies above the Gateway's own 32 KiB are compared, and a throttle is held without a max_message_timeout."""
+def test_large_bodies_are_compared_and_throttles_held(gateway: Stack) -> None:
     assert statuses(gateway, "/chat/large", 3, body=b"x" * 3_000_000) == [200, 200, 429]
     assert statuses(gateway, "/chat/slow", 2) == [200, 200]
     assert gateway.envoy.stat("http.http.ext_proc.override_message_timeout_ignored") == 0
 
 
-def test_clients_cannot_forge_what_loopguard_says(gateway: Stack) -> None:
-    """Marks of Loopguard's own are taken off before any filter sees them."""
+def test_forged_marks_are_removed(gateway: Stack) -> None:
     gateway.send("/chat/forged", headers={"x-user-id": "eve", "x-fairvisor-warning": "mine", "x-loopguard-steered": "1"})
 
     seen = gateway.upstream.seen[-1]
     assert (seen.header("x-fairvisor-warning"), seen.header("x-loopguard-steered")) == (None, None)
 
 
-def test_check_envoy_reads_what_envoy_gateway_makes(gateway: Stack) -> None:
-    """Guarded routes are distinguished from others, which a policy for all routes would guard too; nothing else is wrong."""
+def test_check_envoy_reads_envoy_gateway_configuration(gateway: Stack) -> None:
     dump = json.loads(gateway.envoy.admin("/config_dump"))
 
     made = report(dump, POLICIES)
@@ -141,8 +131,7 @@ def test_check_envoy_reads_what_envoy_gateway_makes(gateway: Stack) -> None:
     assert {"processing-mode", "failure-mode"} <= {code for code, _, hurts in check(dump, POLICIES) if not hurts}
 
 
-def test_the_model_of_envoy_gateway_is_true(gateway: Stack) -> None:
-    """What `gateway_configuration` says of filter, connections and limits is what Envoy Gateway says."""
+def test_model_of_envoy_gateway_matches(gateway: Stack) -> None:
     (manager,) = find_managers(find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump")))))
     options = read_options(EnvoyOptions, {"upstream": "127.0.0.1:1"})
     printed = render_bootstrap(load([str(gateway.folder / "policies")], datetime.now(UTC)), options)

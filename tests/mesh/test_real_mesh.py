@@ -1,7 +1,6 @@
-"""What the chart renders for Istio, taken in by Istio itself, which `make test-mesh` builds: that takes Go, and minutes.
+"""The chart on Istio's own discovery server, which `make test-mesh` builds: Go, and minutes.
 
-Its own discovery server gets the chart's objects and pushes what it makes of them to the real Envoy, over ADS.
-tests/support/chart/istio.py is the model of it that `make test` has.
+tests/support/chart/istio.py is the model of it that `make test` uses.
 """
 
 from __future__ import annotations
@@ -49,13 +48,11 @@ pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not aske
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Stack]:
-    """The gateway with all kinds of routes."""
     with istio(VALUES) as made:
         yield made
 
 
 def test_a_loop_is_refused(gateway: Stack) -> None:
-    """On a named route the third identical request is refused; requests on other routes never reach Loopguard."""
     before = gateway.loopguard.metric("unmatched_total")
 
     assert statuses(gateway, "/chat", 3, body=b"same") == [200, 200, 429]
@@ -63,8 +60,7 @@ def test_a_loop_is_refused(gateway: Stack) -> None:
     assert gateway.loopguard.metric("unmatched_total") == before
 
 
-def test_no_route_needs_a_name() -> None:
-    """Requests to model APIs are guarded, and their clients warned, on any route; others are not shown, however large."""
+def test_requests_to_apis_are_guarded_on_unnamed_routes() -> None:
     by_api = policy("models", {"apis": "any"}, action="warn", limit_keys=["header:x-user-id"], threshold_identical_requests=2)
     values = merged(VALUES, {"policies": {"bundle": bundle(by_api)}, "istio": {"routes": []}})
     with istio(values) as made:
@@ -82,8 +78,7 @@ def test_no_route_needs_a_name() -> None:
         assert hurting == ["request-timeout", "path-spelling"]  # both are in the docs
 
 
-def test_routes_hand_over_their_policies(gateway: Stack) -> None:
-    """Policies are handed over by name and in metadata; the latter warns the client."""
+def test_routes_pass_their_policies(gateway: Stack) -> None:
     assert statuses(gateway, "/pinned", 2, body=b"same") == [200, 429]
 
     answers = [gateway.send("/own", headers=USER) for _ in range(2)]
@@ -92,8 +87,7 @@ def test_routes_hand_over_their_policies(gateway: Stack) -> None:
     assert gateway.upstream.seen[-1].header("x-fairvisor-warning") == "loop_warn"
 
 
-def test_a_route_that_claims_choose_is_guarded(gateway: Stack) -> None:
-    """A request takes it only once its token is verified; without a token it takes another, which is not guarded."""
+def test_route_chosen_by_claims_is_guarded(gateway: Stack) -> None:
     token = {**sign(iss=ISSUER, sub="s", team="a"), **USER}
 
     with_token = [gateway.send("/rest/claims", method="POST", body=b"same", headers=token).status for _ in range(4)]
@@ -103,15 +97,13 @@ def test_a_route_that_claims_choose_is_guarded(gateway: Stack) -> None:
 
 
 @pytest.mark.parametrize("path", ["/chat", "/files/counted"])
-def test_a_request_with_trailers_and_no_body_is_counted(gateway: Stack, path: str) -> None:
-    """On a strict route and on a tolerant one."""
+def test_request_with_trailers_alone_is_counted(gateway: Stack, path: str) -> None:
     answers = [over_http2(gateway, f"{path}/trailers", USER, trailers=True) for _ in range(3)]
 
     assert [status for status, _ in answers] == ["200", "200", "429"]
 
 
-def test_tokens_of_sessions_are_read() -> None:
-    """Istio takes what `envoy.usage: exact` adds, and Envoy tells Loopguard what an answer of a session took."""
+def test_session_tokens_are_read() -> None:
     limits = {"max_cost_per_session": 10, "unknown_model": {"input": 1, "output": 1}}
     session: Object = {"session": {"keys": ["header:x-session-id"]}, "session_limits": limits}
     chat = bare_policy("chat", "/chat", limit_keys=["header:x-user-id"], **session)
@@ -125,8 +117,7 @@ def test_tokens_of_sessions_are_read() -> None:
         assert made.envoy.stat("json_to_metadata.resp.success") == 1
 
 
-def test_a_pod_that_hangs_costs_nothing() -> None:
-    """Once Envoy has found out, no request waits for the pod that is stopped, and none passes without being decided."""
+def test_hung_pod_delays_no_request() -> None:
     with tempfile.TemporaryDirectory(prefix="pod") as name, ExitStack() as ended:
         write_policies(Path(name), POLICIES)
         other = Loopguard(Path(name), listen=f"127.0.0.2:{free_port()}")
@@ -153,7 +144,6 @@ def test_a_pod_that_hangs_costs_nothing() -> None:
 
 
 def test_large_bodies(gateway: Stack) -> None:
-    """A body above Envoy's own limit is looked at; one above the chart's passes where its route is tolerant, as it was sent."""
     assert statuses(gateway, "/chat/large", 3, body=b"x" * 3_000_000) == [200, 200, 429]
     for _ in range(20):  # Istio's routes retry, and what Envoy keeps for that it must not send twice
         data = random.randbytes(11_000_000)
@@ -164,8 +154,7 @@ def test_large_bodies(gateway: Stack) -> None:
         assert hash(received.body) == hash(data)  # which are too long to be shown
 
 
-def test_a_body_under_way_when_loopguard_dies() -> None:
-    """It arrives as it was sent, although Istio's routes retry, and Envoy has collected a part of it."""
+def test_body_survives_death_of_loopguard() -> None:
     body = random.randbytes(3_000_000)
     with istio(VALUES) as made:
         client = made.connect()
@@ -198,7 +187,6 @@ PROXIES: dict[str, Object] = {
 
 
 def write_service(proxy: Object, port: int, at: int) -> Iterator[Object]:
-    """A proxy's pod, with a Service whose port is another than the one on which the pod listens."""
     named = {"name": "proxy", "namespace": proxy["Namespace"]}
     status = {"phase": "Running", "podIP": proxy["IP"], "podIPs": [{"ip": proxy["IP"]}]}
     containers = [{"name": "proxy", "image": "proxy", "ports": [{"containerPort": at}]}]
@@ -210,7 +198,6 @@ def write_service(proxy: Object, port: int, at: int) -> Iterator[Object]:
 
 
 def write_surroundings(values: Values) -> Iterator[Object]:
-    """The mesh around a case: a gateway that listens on 8443 for 443, and an API that agents call, with the case's routes."""
     yield {
         "apiVersion": "networking.istio.io/v1",
         "kind": "Gateway",
@@ -250,7 +237,6 @@ def write_surroundings(values: Values) -> Iterator[Object]:
 
 
 def print_pushed(values: Values, folder: Path) -> Object:
-    """What Istio pushes to the proxy that a case is for, as resources of xDS."""
     made = objects(values)
     services = [item for item in of_kind(made, "Service") if item["spec"]["ports"][0]["port"] == 50_051]
     pods = [item for number, service in enumerate(services) for item in write_endpoints(service, f"10.1.2.{number}:50051")]
@@ -267,8 +253,7 @@ def print_pushed(values: Values, folder: Path) -> Object:
 
 
 @each_istio
-def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None:
-    """Istio accepts all of it, its proxy guards only the named routes, and each cluster detects hung connections."""
+def test_every_case_guards_named_routes(values: Values, tmp_path: Path) -> None:
     values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})  # which is the domain of this Istio
     pushed = print_pushed(values, tmp_path)
 
@@ -289,7 +274,6 @@ def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None
 
 
 def make_bootstrap(pushed: Object) -> Object:
-    """An Envoy that has it all by itself, for its own judgement; certificates come from elsewhere."""
     kinds: dict[str, list[Object]] = {}
     for item in pushed["resources"]:
         kind = item["@type"].rpartition(".")[2]
@@ -306,8 +290,7 @@ def make_bootstrap(pushed: Object) -> Object:
 # ---- What the gateway has
 
 
-def test_the_model_of_istio_is_true(gateway: Stack) -> None:
-    """What `chart/istio.py` leaves as Istio has it is what Istio pushes, and the chart's patches are in the same places."""
+def test_model_of_istio_matches(gateway: Stack) -> None:
     (manager,) = find_managers(find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump")))))
 
     assert {name: manager.place.get(name).value for name in LEFT} == LEFT
@@ -316,8 +299,7 @@ def test_the_model_of_istio_is_true(gateway: Stack) -> None:
     assert [item.name for item in manager.filters][-2:] == [FILTER, "envoy.filters.http.router"]
 
 
-def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:
-    """The only problems are those in the docs: Istio merges no slashes, and the upstream's health is Kubernetes' task."""
+def test_check_envoy_reads_istio_configuration(gateway: Stack) -> None:
     dump = json.loads(gateway.envoy.admin("/config_dump"))
 
     made = report(dump, POLICIES)

@@ -1,6 +1,4 @@
-"""Pods that hang or are replaced, and a store that cannot be reached, under load: two pods and Valkey.
-
-The real Envoy has its configuration from Istio's own discovery server, or from Envoy Gateway's own translator.
+"""Pods that hang or are replaced, and a store that is cut off, under load: two pods and Valkey.
 
 docs/operations.md says what is asserted here, under "When something fails".
 """
@@ -40,14 +38,14 @@ UNREACHABLE = "1"
 
 @dataclass
 class Pods:
-    """Two pods behind one gateway, each with a way of its own to the store that both share.
+    """Two pods behind one gateway, each with its own connection to the shared store.
 
     Attributes:
         made: the gateway, with the first pod.
-        pods: both; who replaces one puts the new one here.
-        ways: whether what a pod and the store send each other arrives.
+        pods: both, also after a replacement.
+        ways: whether data passes between a pod and the store.
         flags: of serve, for each pod.
-        cluster: both, as Envoy's statistics call it.
+        cluster: Envoy's name for both.
     """
 
     made: Stack
@@ -57,19 +55,16 @@ class Pods:
     cluster: str
 
     def await_health(self, pods: int) -> None:
-        """Wait until Envoy trusts this many."""
         eventually(lambda: self.made.envoy.stat(f"cluster.{self.cluster}.membership_healthy") == pods, f"{pods} healthy pods")
 
 
 def stop(pods: Sequence[Loopguard]) -> None:
-    """End what still runs."""
     for pod in pods:
         pod.stop()
 
 
 @contextmanager
 def two_pods(mesh: str, *flags: str, patient: bool = True) -> Iterator[Pods]:
-    """Both, trusted by Envoy; `patient` is as in `istio`."""
     values = VALUES[mesh]
     with tempfile.TemporaryDirectory(prefix="pods") as name, ExitStack() as ended:
         write_policies(Path(name), values["policies"]["bundle"])
@@ -95,7 +90,7 @@ def two_pods(mesh: str, *flags: str, patient: bool = True) -> Iterator[Pods]:
 
 @dataclass
 class Load:
-    """Clients that each send one request several times, then the next one, until they are told to stop."""
+    """Clients that each send one request several times, then the next one."""
 
     made: Stack
     times: int
@@ -103,7 +98,6 @@ class Load:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Self:
-        """Start."""
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
         for thread in self._threads:
             thread.start()
@@ -116,20 +110,17 @@ class Load:
             self.loops.append(statuses(self.made, f"/chat/{client}/{number}", self.times, body=b"same"))
 
     def go_on(self, loops: int = 20) -> None:
-        """Wait until this many more have come to their end."""
         wanted = len(self.loops) + loops
         eventually(lambda: len(self.loops) >= wanted, f"{loops} loops")
 
     def __exit__(self, *_: object) -> None:
-        """Stop, once each client has sent its last."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
 
 
 @each_mesh
-def test_a_rolling_restart_loses_nothing(mesh: str) -> None:
-    """While both pods are replaced, one after the other, no request fails, none passes undecided, and every loop is refused."""
+def test_rolling_restart_loses_no_request(mesh: str) -> None:
     with two_pods(mesh, "--drain-delay", "5") as running, ExitStack() as ended:
         made = running.made
         assert statuses(made, "/chat/before", 2, body=b"same") == [200, 200]
@@ -155,8 +146,7 @@ def test_a_rolling_restart_loses_nothing(mesh: str) -> None:
 
 
 @each_mesh
-def test_what_a_hung_pod_lets_pass_is_known(mesh: str) -> None:
-    """No request fails. What passes undecided is in Envoy's statistics, and ends once Envoy no longer trusts the pod."""
+def test_undecided_requests_are_in_statistics(mesh: str) -> None:
     with two_pods(mesh, patient=False) as running:
         made, hung = running.made, running.pods[1]
         assert statuses(made, "/chat/before", 2, body=b"same") == [200, 200]
@@ -179,8 +169,8 @@ def test_what_a_hung_pod_lets_pass_is_known(mesh: str) -> None:
 
 @each_mesh
 @pytest.mark.parametrize("cut", [[1], [0, 1]], ids=["one pod", "both pods"])
-def test_without_a_way_to_the_store_each_pod_counts_for_itself(mesh: str, cut: list[int]) -> None:
-    """No request fails, none that is no loop is refused, and each loop is: the store has one count, each such pod another."""
+def test_pods_count_locally_without_the_store(mesh: str, cut: list[int]) -> None:
+    """The store has one count, and each pod that is cut off another."""
     most = (1 + len(cut)) * (len(LOOP) - 1)
     with two_pods(mesh) as running:
         made = running.made

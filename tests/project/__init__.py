@@ -1,1 +1,1 @@
-"""Tests of the repository: what is built, installed, charted and written down."""
+"""Tests of the repository: builds, chart, documentation."""

@@ -36,7 +36,6 @@ LABELS = {"namespace": "agents", "job": "loopguard", "policy": "chat", "mode": "
 
 
 def run_amtool(folder: Path, *arguments: str, labels: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of amtool on the example, which `loopguard dashboards` has written to the folder."""
     main(["dashboards", str(folder)])
     given = [f"{name}={value}" for name, value in (labels or {}).items()]
     command = [AMTOOL or "", *arguments, *given]
@@ -44,8 +43,7 @@ def run_amtool(folder: Path, *arguments: str, labels: Mapping[str, str] | None =
 
 
 @needs_amtool
-def test_amtool_accepts_the_example(tmp_path: Path) -> None:
-    """It is a complete configuration, with two receivers."""
+def test_alertmanager_example_is_valid(tmp_path: Path) -> None:
     done = run_amtool(tmp_path, "check-config", EXAMPLE)
 
     assert done.returncode == 0, done.stderr
@@ -54,8 +52,7 @@ def test_amtool_accepts_the_example(tmp_path: Path) -> None:
 
 @needs_amtool
 @pytest.mark.parametrize("name", ALERTS)
-def test_warnings_go_to_slack_and_critical_alerts_to_both(name: str, tmp_path: Path) -> None:
-    """Every alert of the rules has a receiver, by its severity."""
+def test_critical_alerts_also_go_to_pagerduty(name: str, tmp_path: Path) -> None:
     severity = ALERTS[name]["labels"]["severity"]
     about = {"alertname": name, "severity": severity, **LABELS}
 
@@ -66,10 +63,7 @@ def test_warnings_go_to_slack_and_critical_alerts_to_both(name: str, tmp_path: P
 
 
 class Desk:
-    """Stands for Slack and PagerDuty: keeps what is posted, by path."""
-
     def __init__(self) -> None:
-        """Listen on a free port."""
         self.posted: list[tuple[str, dict[str, Any]]] = []
         desk = self
 
@@ -82,15 +76,13 @@ class Desk:
                 self.wfile.write(b'{"status": "success", "dedup_key": "x"}' if "pagerduty" in self.path else b"ok")
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-                """Silence."""
+                pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def find(self, path: str, words: str) -> dict[str, Any]:
-        """Wait for a message with these words."""
-
         def probe() -> dict[str, Any] | None:
             found = [body for where, body in list(self.posted) if where == path and words in json.dumps(body)]
             return found[0] if found else None
@@ -98,14 +90,12 @@ class Desk:
         return eventually(probe, f"{words} at {path}")
 
     def close(self) -> None:
-        """Listen no longer."""
         self._server.shutdown()
         self._server.server_close()
 
 
 @contextmanager
 def alerting(folder: Path, desk: Desk) -> Iterator[str]:
-    """The URL of a real Alertmanager with the example, but for where PagerDuty and the secrets are, and how long it waits."""
     main(["dashboards", str(folder)])
     (folder / "slack-url").write_text(f"{desk.url}/slack")
     (folder / "pagerduty-key").write_text("0123456789abcdef0123456789abcdef")
@@ -123,7 +113,6 @@ def alerting(folder: Path, desk: Desk) -> Iterator[str]:
 
 
 def make_alert(name: str, **labels: str) -> dict[str, Any]:
-    """An alert as Prometheus sends it."""
     about = {"alertname": name, **ALERTS[name]["labels"], **LABELS, **labels}
 
     def fill(text: str) -> str:
@@ -136,8 +125,7 @@ def make_alert(name: str, **labels: str) -> dict[str, Any]:
 
 
 @needs_alertmanager
-def test_slack_and_pagerduty_are_told_what_to_do(tmp_path: Path) -> None:
-    """A looper is a warning in Slack, with the command that shows whom to stop; an outage rings, and silences what follows."""
+def test_alertmanager_posts_actions_to_slack_and_pagerduty(tmp_path: Path) -> None:
     desk = Desk()
     try:
         with alerting(tmp_path, desk) as url:

@@ -1,4 +1,4 @@
-"""What Argo Rollouts and Flagger ask about a canary: true to the code's metrics, and no answer where too little is known."""
+"""The queries of Argo Rollouts and Flagger about a canary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ each_metric = pytest.mark.parametrize("name", METRICS)
 
 
 def filled(text: str) -> str:
-    """A text of the template with the arguments in it, as Argo Rollouts puts them there."""
     for name, value in ARGUMENTS.items():
         text = text.replace(f"{{{{args.{name}}}}}", value)
     assert "{{" not in text
@@ -43,12 +42,11 @@ def filled(text: str) -> str:
 
 
 def query_of(name: str) -> str:
-    """What Prometheus is asked by Argo Rollouts."""
     return filled(METRICS[name]["provider"]["prometheus"]["query"])
 
 
 def judge(name: str, result: list[float]) -> str:
-    """What Argo Rollouts makes of an answer: inconclusive where neither of its two conditions holds."""
+    """Argo Rollouts' verdict on an answer: inconclusive where neither condition holds."""
     names = {"result": result, "len": len, "false": False}
     holds = {}
     for condition in ("failureCondition", "successCondition"):
@@ -60,23 +58,20 @@ def judge(name: str, result: list[float]) -> str:
 
 
 @each_metric
-def test_queries_are_true_to_the_code(name: str) -> None:
-    """Every name, label and value in a query is one that the code has, and the answer is a single number."""
+def test_queries_use_existing_metrics_and_labels(name: str) -> None:
     reading = Reading(query_of(name).replace('"strict"', '"$policy"'), series())
 
     assert reading.problems == []
     assert reading.labels == frozenset()
 
 
-def test_both_ask_the_same_queries() -> None:
-    """Flagger's queries are those of Argo Rollouts, with its own interval."""
+def test_flagger_and_argo_rollouts_query_alike() -> None:
     assert {name: spec["query"].replace("{{ interval }}", "10m") for name, spec in FLAGGER.items()} == {
         name: query_of(name) for name in METRICS
     }
 
 
-def test_no_traffic_is_neither_good_nor_bad() -> None:
-    """An answer without a number is inconclusive, for every question, and so are too few requests."""
+def test_analysis_without_traffic_is_inconclusive() -> None:
     for name in METRICS:
         assert judge(name, []) == "inconclusive"
         assert judge(name, [float("nan")]) == "inconclusive"
@@ -87,25 +82,18 @@ def test_no_traffic_is_neither_good_nor_bad() -> None:
     ("name", "good", "bad"),
     [("new-refusals", 0.001, 0.0011), ("disagreement", 0.05, 0.06), ("fail-open", 0, 0.1), ("decision-p99", 0.05, 0.25)],
 )
-def test_a_limit_is_still_good(name: str, good: float, bad: float) -> None:
-    """Up to the limit it is a success, above it a failure."""
+def test_value_at_limit_succeeds(name: str, good: float, bad: float) -> None:
     assert (judge(name, [good]), judge(name, [bad])) == ("successful", "failed")
     assert judge("requests", [100]) == "successful"
 
 
-def test_a_canary_is_given_time() -> None:
-    """Inconclusive answers are borne with as long as one may still be conclusive; a single failure is enough."""
+def test_analysis_tolerates_inconclusive_answers() -> None:
     for metric in METRICS.values():
         assert (metric["count"], metric["inconclusiveLimit"], metric["failureLimit"]) == (10, 9, 0)
 
 
 class Case(NamedTuple):
-    """What Prometheus sees, one value a minute in promtool's notation, and what each question answers after 20 minutes.
-
-    Attributes:
-        series: name and labels -> values.
-        answers: by question; none of one that is left out.
-    """
+    """What Prometheus sees, one value a minute in promtool's notation, and the answers after 20 minutes; {} for none."""
 
     series: dict[str, str]
     answers: dict[str, float]
@@ -150,8 +138,7 @@ CASES = {
 
 @needs_promtool
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_prometheus_answers(case: Case, tmp_path: Path) -> None:
-    """Prometheus' own evaluation of the questions."""
+def test_prometheus_evaluates_queries(case: Case, tmp_path: Path) -> None:
     given = [{"series": _with_target(name), "values": values} for name, values in case.series.items()]
     asked = [
         {
@@ -171,7 +158,6 @@ def test_prometheus_answers(case: Case, tmp_path: Path) -> None:
 
 
 def _with_target(name: str) -> str:
-    """A series as it is after a scrape."""
     bare, _, labels = name.rstrip("}").partition("{")
     given = [f'namespace="{NAMESPACE}"', f'job="{NAME}"', 'instance="a"']
     return f"loopguard_{bare}{{{','.join([*given, labels] if labels else given)}}}"

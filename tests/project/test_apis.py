@@ -1,4 +1,4 @@
-"""All that is peculiar to an API stands in its own file below `extproc/apis`: no other file names it."""
+"""Everything peculiar to an API is in its own file below `extproc/apis`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ ALLOWED = {
 
 
 def list_words() -> list[str]:
-    """Everything that names an API."""
     declared: list[str] = []
     for api in APIS:
         secrets = {key.partition(":")[2] for key in api.credentials} - {"authorization"}
@@ -70,28 +69,24 @@ def list_words() -> list[str]:
     return sorted({*NAMES, *FIELDS, *peculiar})
 
 
-def test_every_api_has_a_name_here() -> None:
-    """A new file in `apis/` is looked for in the other rooms."""
+def test_every_api_is_listed() -> None:
     files = {file.stem for file in (PACKAGE / "apis").glob("*.py") if re.search(r"^API\b", file.read_text(), re.MULTILINE)}
 
     assert files - UNNAMED <= {*NAMES}
 
 
 def find_words(text: str, words: list[str]) -> Iterator[str]:
-    """Those that stand in a text."""
     lower = text.lower()
     return (word for word in words if word.lower() in lower)
 
 
 def list_files() -> list[Path]:
-    """All files of the package that are written by hand, except those of the APIs; a test of presets compares their paths."""
     away = (PACKAGE / "apis", PACKAGE / "pb", PACKAGE / "policy" / "presets")
     files = [file for file in sorted(PACKAGE.rglob("*")) if file.suffix in {".py", ".json", ".yaml", ".html", ".lua"}]
     return [file for file in files if not any(file.is_relative_to(folder) for folder in away)]
 
 
-def test_no_other_room_names_an_api() -> None:
-    """Not by its name, not by its fields, paths or headers; words that mean something else say what."""
+def test_api_words_stay_in_apis() -> None:
     words = list_words()
     found = {(str(file.relative_to(PACKAGE)), word) for file in list_files() for word in find_words(file.read_text(), words)}
     assert found == ALLOWED.keys()

@@ -1,10 +1,7 @@
-"""docs/architecture.md shows the code as it is."""
-
 from __future__ import annotations
 
 from tests.support.architecture import PAGE, fill_page
 
 
-def test_the_page_is_up_to_date() -> None:
-    """What is committed is what `python -m tests.support.architecture` would write."""
+def test_architecture_page_is_current() -> None:
     assert fill_page(PAGE.read_text()) == PAGE.read_text(), "run make reference"

@@ -1,4 +1,4 @@
-"""The wheel: what of it is compiled, what it is called, and what becomes of it where nothing can be compiled."""
+"""The wheel: compiled modules, its name, and builds that fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ HOT = ("ext_proc/stream", "engine/engine", "request/fingerprint", "store/memory"
 
 
 def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple[list[str], str]:
-    """Names of the wheels that pip makes of a project, and all that it prints."""
     flags = ["--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", *flags, str(project)],
@@ -41,8 +40,7 @@ def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple
     return [path.name for path in folder.glob("*.whl")], done.stdout + done.stderr
 
 
-def test_modules_say_why_they_are_not_compiled(tmp_path: Path) -> None:
-    """A new module is compiled, unless it or one of its folders says why not."""
+def test_modules_are_compiled_unless_marked_interpreted(tmp_path: Path) -> None:
     for path, text in {
         "room/__init__.py": '"""A room."""\n',
         "room/hot.py": '"""Hot."""\nX = 1\n',
@@ -58,16 +56,15 @@ def test_modules_say_why_they_are_not_compiled(tmp_path: Path) -> None:
     assert select_modules(tmp_path) == [f"{tmp_path.name}/room/hot.py", f"{tmp_path.name}/room/unsure.py"]
 
 
-def test_what_every_request_passes_through_is_compiled() -> None:
-    """What costs CPU for every request is among what is compiled, and what starts the process is not."""
+def test_hot_path_is_compiled() -> None:
     chosen = set(select_modules())
 
     assert {f"extproc/{name}.py" for name in HOT} <= chosen
     assert not {f"extproc/{name}.py" for name in ("server", "policy/loader", "cli/main")} & chosen
 
 
-def test_nothing_that_is_compiled_counts_on_lazy_expressions() -> None:
-    """Compiled code reads a generator expression to its end at once, so none leaves its function, or is read in part."""
+def test_no_compiled_module_relies_on_lazy_expressions() -> None:
+    """Compiled code evaluates a generator expression at once, so none may leave its function or be read in part."""
     in_part = {"islice", "takewhile", "dropwhile", "iter", "map", "filter", "chain"}
     found = []
     for module in select_modules():
@@ -83,8 +80,8 @@ def test_nothing_that_is_compiled_counts_on_lazy_expressions() -> None:
     assert found == []
 
 
-def test_what_goes_through_a_door_runs_compiled() -> None:
-    """A test module that starts Loopguard, a transport or a store's server stands among the doors, or says that it is one."""
+def test_doors_are_tested_compiled() -> None:
+    """A test module that starts Loopguard, a transport or a server is among the doors, or has the mark."""
     opens = re.compile(
         r"^from (tests\.support\.servers|extproc\.transport\b.*|tests\.support\.harness) import (.*)$", re.MULTILINE
     )
@@ -102,16 +99,14 @@ def test_what_goes_through_a_door_runs_compiled() -> None:
     ] == []
 
 
-def test_a_wheel_is_plain_python_unless_asked(tmp_path: Path) -> None:
-    """Without LOOPGUARD_COMPILED=1 no compiler is started, and the wheel is for every machine."""
+def test_wheel_is_pure_python_by_default(tmp_path: Path) -> None:
     wheels, _ = build_wheel(tmp_path, LOOPGUARD_COMPILED="", CC="/nonexistent/cc")
 
     assert wheels == [f"extproc_loopguard-{PROJECT['project']['version']}-py3-none-any.whl"]
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
-def test_compiling_without_a_compiler_is_an_error(tmp_path: Path, compiler: str) -> None:
-    """Who asked for a compiled wheel gets no other, and reads why, and what to do."""
+def test_compiling_without_compiler_fails(tmp_path: Path, compiler: str) -> None:
     wheels, said = build_wheel(tmp_path, LOOPGUARD_COMPILED="1", CC=compiler)
 
     assert wheels == []
@@ -120,8 +115,7 @@ def test_compiling_without_a_compiler_is_an_error(tmp_path: Path, compiler: str)
 
 
 @needs_a_compiler
-def test_compiled_by_a_compiler_that_knows_few_flags(tmp_path: Path) -> None:
-    """Flags that only gcc has are left out where they are refused; they must not keep the wheel from being compiled."""
+def test_unknown_compiler_flags_are_dropped(tmp_path: Path) -> None:
     strict = tmp_path / "strict-cc"
     strict.write_text(
         '#!/bin/sh\ncase " $* " in *" -fpeephole2 "*) echo "error: unknown argument" >&2; exit 1;; esac\n'
@@ -139,8 +133,7 @@ def test_compiled_by_a_compiler_that_knows_few_flags(tmp_path: Path) -> None:
 
 
 @needs_a_compiler
-def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> None:
-    """A fault in our own sources is told, and no wheel is quietly made of plain Python."""
+def test_module_with_type_error_fails_build(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()
     for name in ("extproc", "protos"):
@@ -159,8 +152,7 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
 
 @pytest.mark.sources
 @pytest.mark.compiled
-def test_what_is_tested_is_what_is_installed(tmp_path: Path) -> None:
-    """A process of the tests runs the package that is installed, compiled or not, whatever lies in the working directory."""
+def test_tests_run_installed_package(tmp_path: Path) -> None:
     wheel = distribution("extproc-loopguard").read_text("WHEEL")
     assert wheel is not None
     expected = describe_build("compiled" if "Root-Is-Purelib: false" in wheel else "pure Python")

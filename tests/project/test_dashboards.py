@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the Prometheus alerts: well formed, true to the code's own metrics, and firing when they should."""
+"""The Grafana dashboard and the Prometheus alerts."""
 
 from __future__ import annotations
 
@@ -34,17 +34,14 @@ needs_promtool = pytest.mark.skipif(
 
 
 def titles(panel: dict[str, Any]) -> str:
-    """Names a test after its panel."""
     return str(panel["title"])
 
 
 def plain(text: str) -> str:
-    """A dashboard's query with Grafana's own variables as Grafana would set them."""
     return re.sub(r"\$__(rate_interval|range|interval)\b", "5m", text)
 
 
 def read(text: str) -> Reading:
-    """A query of the dashboard or of a rule; rules may read what other rules record."""
     known = series()
     for rule in RULES:
         if "record" in rule:
@@ -53,7 +50,6 @@ def read(text: str) -> Reading:
 
 
 def lost(ours: object, theirs: object, path: str = "") -> Iterator[str]:
-    """JSON pointers of what is in `ours` and not the same in `theirs`."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key, value in ours.items():
             yield from lost(value, theirs.get(key), f"{path}/{key}")
@@ -64,8 +60,7 @@ def lost(ours: object, theirs: object, path: str = "") -> Iterator[str]:
         yield path
 
 
-def test_grafana_knows_every_key() -> None:
-    """Grafana's own types keep the whole dashboard: a key that they do not know would be ignored without a word."""
+def test_dashboard_has_only_keys_known_to_grafana() -> None:
     plugins.register_default_plugins()
 
     back = json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
@@ -73,8 +68,7 @@ def test_grafana_knows_every_key() -> None:
     assert list(lost(DASHBOARD, back)) == []
 
 
-def test_the_dashboard_can_be_provisioned() -> None:
-    """It names no data source and no installation: all of that is chosen above the panels."""
+def test_dashboard_names_no_data_source() -> None:
     assert DASHBOARD["schemaVersion"] >= 41  # Grafana 12
     assert "id" not in DASHBOARD
     assert list(VARIABLES) == ["datasource", "namespace", "job", "policy"]
@@ -85,8 +79,7 @@ def test_the_dashboard_can_be_provisioned() -> None:
 
 
 @pytest.mark.parametrize("name", ["namespace", "job", "policy"])
-def test_variables_offer_labels_that_exist(name: str) -> None:
-    """The values of a variable are those of a label which its series carry, where the variables before it leave any."""
+def test_dashboard_variables_use_existing_labels(name: str) -> None:
     found = re.fullmatch(r"label_values\((.+), (\w+)\)", VARIABLES[name]["query"]["query"])
     assert found is not None
     before = list(VARIABLES)[1 : list(VARIABLES).index(name)]
@@ -100,8 +93,7 @@ def test_variables_offer_labels_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=titles)
-def test_queries_are_true_to_the_code(panel: dict[str, Any]) -> None:
-    """Queries are PromQL over metrics, labels and values that the code has, and legends name labels of the result."""
+def test_queries_use_existing_metrics_and_labels(panel: dict[str, Any]) -> None:
     assert panel["targets"]
     assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
     for target in panel["targets"]:
@@ -112,8 +104,7 @@ def test_queries_are_true_to_the_code(panel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=titles)
-def test_queries_follow_the_chosen_variables(panel: dict[str, Any]) -> None:
-    """Every selector is narrowed to the chosen namespace and job, and to the policy where there is one."""
+def test_queries_select_by_dashboard_variables(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         for name, matchers in re.findall(r"(loopguard_\w+)(?:{([^}]*)})?", target["expr"]):
             wanted = ["namespace", "job"] + ["policy"] * ("policy" in series()[name])
@@ -122,8 +113,7 @@ def test_queries_follow_the_chosen_variables(panel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_alerts_say_what_to_do(name: str) -> None:
-    """An alert has a severity, waits before it goes off, and its texts use labels which its result carries."""
+def test_alerts_have_severity_delay_and_action(name: str) -> None:
     alert = ALERTS[name]
     labels = read(alert["expr"]).labels
     texts = alert["annotations"]
@@ -134,21 +124,11 @@ def test_alerts_say_what_to_do(name: str) -> None:
     assert {"job", *re.findall(r"\$labels\.(\w+)", " ".join(texts.values()))} <= labels
 
 
-def test_rules_are_true_to_the_code() -> None:
-    """Every expression is PromQL over metrics, labels and values that the code has."""
+def test_rules_use_existing_metrics_and_labels() -> None:
     assert {rule["expr"]: read(rule["expr"]).problems for rule in RULES} == {rule["expr"]: [] for rule in RULES}
 
 
 class Case(NamedTuple):
-    """What Prometheus sees, one value a minute in promtool's notation, and whether an alert is firing then.
-
-    Attributes:
-        alert: its name without `Loopguard`.
-        minute: when to look.
-        fires: for how many label sets.
-        series: name and labels -> values.
-    """
-
     alert: str
     minute: int
     fires: int
@@ -290,16 +270,14 @@ CASES = {
 }
 
 
-def test_each_alert_is_tried_both_ways() -> None:
-    """For every alert there is a case in which it fires and one in which it keeps quiet."""
+def test_alert_cases_cover_firing_and_silence() -> None:
     tried = {(f"Loopguard{case.alert}", bool(case.fires)) for case in CASES.values()}
 
     assert tried == {(alert, fires) for alert in ALERTS for fires in (True, False)}
 
 
 @needs_promtool
-def test_promtool_accepts_the_rules() -> None:
-    """Prometheus itself takes the rules, templates of the texts included."""
+def test_promtool_accepts_rules() -> None:
     done = subprocess.run(["promtool", "check", "rules", RULES_FILE], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
@@ -308,8 +286,7 @@ def test_promtool_accepts_the_rules() -> None:
 @pytest.mark.deep
 @needs_promtool
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_alerts_fire_when_they_should(case: Case, tmp_path: Path) -> None:
-    """Prometheus' own evaluation of what the code would report."""
+def test_alerts_fire_in_promtool_cases(case: Case, tmp_path: Path) -> None:
     given = [{"series": _with_target(name), "values": values} for name, values in case.series.items()]
     firing = f'count(ALERTS{{alertname="Loopguard{case.alert}",alertstate="firing"}})'
     expected = [{"labels": "{}", "value": case.fires}] if case.fires else []
@@ -336,7 +313,6 @@ def test_alerts_fire_when_they_should(case: Case, tmp_path: Path) -> None:
 
 
 def _with_target(name: str) -> str:
-    """A series as it is after a scrape."""
     bare, _, labels = name.rstrip("}").partition("{")
     target = {"namespace": "agents", "job": "loopguard", "instance": "a"}
     given = [f'{key}="{value}"' for key, value in target.items() if f"{key}=" not in labels]

@@ -1,4 +1,4 @@
-"""The image: its pins, its lint, and the built thing itself, as far as that goes without an engine (see `image`)."""
+"""The image: its pins, its lint, and a build of it (see `image`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
-    """The image that the Dockerfile makes, with policies where they would be mounted, and nothing in it that can be written."""
     user = next(rest for keyword, rest in instructions() if keyword == "USER")
     if not find_compiler(base_python(user)):
         pytest.skip("no C compiler for the Python that stands for the image's: the image is NOT tested")
@@ -66,8 +65,7 @@ def image() -> Iterator[Image]:
                 path.chmod(0o755)
 
 
-def test_hadolint_finds_nothing() -> None:
-    """The Dockerfile is clean by hadolint's own rules, down to questions of style."""
+def test_dockerfile_passes_hadolint() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
 
     done = subprocess.run(
@@ -80,8 +78,7 @@ def test_hadolint_finds_nothing() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
-    """Sources are sent to the build; secrets, environments, history and generated files are not."""
+def test_dockerignore_sends_sources_only() -> None:
     wanted = [
         "extproc/store/rules/tally.lua",
         "extproc/cli/envoy_config/templates/bootstrap.yaml",
@@ -97,12 +94,10 @@ def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
 
 
 def pins() -> dict[str, str]:
-    """Package -> version."""
     return dict(re.findall(r"^(\S+)==(\S+)", PINS.read_text(), re.MULTILINE))
 
 
-def test_the_pins_satisfy_the_project() -> None:
-    """Each package that pyproject.toml asks for, to run and to build, is pinned to a version that it allows."""
+def test_pins_satisfy_project() -> None:
     asked = map(Requirement, PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"] + COMPILERS)
 
     pinned = pins()
@@ -112,13 +107,11 @@ def test_the_pins_satisfy_the_project() -> None:
 
 
 def requirements(text: str = PINS.read_text()) -> dict[str, set[str]]:
-    """The hashes of each requirement."""
     lines = re.sub(r"#.*", "", text).replace("\\\n", " ").split("\n")
     return {pin: set(hashes) for pin, *hashes in (re.split(r" +--hash=", line.strip()) for line in lines if line.strip())}
 
 
-def test_every_pin_is_held_by_hashes() -> None:
-    """Each requirement is one version with SHA-256 sums, and none says where to get it."""
+def test_pins_have_hashes() -> None:
     for pin, hashes in requirements().items():
         assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+( ; python_(full_)?version < ['\"][0-9.]+['\"])?", pin), pin
         assert hashes, pin
@@ -126,12 +119,10 @@ def test_every_pin_is_held_by_hashes() -> None:
 
 
 def images() -> dict[str, str]:
-    """What the stages are based on."""
     return dict(re.findall(r"^ARG (\w+_IMAGE)=(.*)$", DOCKERFILE.read_text(), re.MULTILINE))
 
 
-def test_the_compiler_stays_behind() -> None:
-    """Both stages have the same Python; the one that builds has a C compiler beside it, the image's has not."""
+def test_image_base_has_no_compiler() -> None:
     bases = re.findall(r"^FROM (.*)$", DOCKERFILE.read_text(), re.MULTILINE)
 
     assert bases == ["${BUILD_IMAGE} AS build", "${PYTHON_IMAGE}"]
@@ -140,8 +131,7 @@ def test_the_compiler_stays_behind() -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_every_pin_has_a_wheel_for_the_image(machine: str) -> None:
-    """For the image's own Python, which may be another than ours, no pin needs a compiler on either kind of machine."""
+def test_pins_have_wheels_for_image(machine: str) -> None:
     uv = Path(sys.executable).with_name("uv")
     if not uv.exists():
         pytest.skip("uv is not installed: whether each pin has a wheel for the image is NOT tested")
@@ -165,13 +155,11 @@ def test_every_pin_has_a_wheel_for_the_image(machine: str) -> None:
 
 
 def find_index() -> str:
-    """The index that pip uses; uv does not read pip's settings."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
     return next(iter(re.findall(r"\.index-url='(.*)'$", listed, re.MULTILINE)[::-1]), "")
 
 
-def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> None:
-    """Loopguard and its pinned packages are in the image; build tools are not."""
+def test_image_has_pinned_packages_and_no_build_tools(image: Image) -> None:
     found = {
         path.name.partition("-")[0].replace("_", "-"): path.name.removesuffix(".dist-info").partition("-")[2]
         for path in image.root.rglob("*.dist-info")
@@ -184,16 +172,14 @@ def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> No
     assert not [path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}]
 
 
-def test_the_image_is_compiled(image: Image) -> None:
-    """What every request passes through is machine code in the image."""
+def test_image_is_compiled(image: Image) -> None:
     module = COMPILED.removesuffix(".py").replace("/", ".")
     code, file = Container(image).run(["python", "-c", f"import {module}; print({module}.__file__)"])
 
     assert (code, Path(file).suffix) == (0, ".so")
 
 
-def test_no_shell_is_needed(image: Image) -> None:
-    """Everything that an engine starts is a list of words, and the command is a script of the environment's own Python."""
+def test_image_starts_without_shell(image: Image) -> None:
     (script,) = (path for path in image.root.rglob("bin/loopguard"))
 
     assert (image.entrypoint, image.command) == (["loopguard"], ["serve"])
@@ -201,8 +187,7 @@ def test_no_shell_is_needed(image: Image) -> None:
     assert script.read_text().splitlines()[0] == f"#!{script.parent}/python"
 
 
-def test_the_container_serves_and_stops(image: Image) -> None:
-    """As a numeric user that is not root, on a tree that cannot be written, it serves, is healthy, and ends well on SIGTERM."""
+def test_container_serves_and_stops(image: Image) -> None:
     assert all(int(number) > 0 for number in image.user.split(":"))
     container = Container(image)
 

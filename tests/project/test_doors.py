@@ -1,5 +1,3 @@
-"""Tests come in through doors: the modules of the package that they import are listed, and the list only shrinks."""
-
 from __future__ import annotations
 
 import ast
@@ -11,21 +9,18 @@ from tests.support.inside import IMPORTED, count_private, find_imported, find_te
 FILES = read_tests()
 
 
-def test_tests_import_the_listed_modules_alone() -> None:
-    """A module that is new here is reached through a door; one that is imported no more leaves the list."""
+def test_tests_import_only_listed_modules() -> None:
     found = set().union(*map(find_imported, FILES.values()))
     listed = {f"{room}/{name}" if room else name for room, names in IMPORTED.items() for name in names.split()}
 
     assert (sorted(found - listed), sorted(listed - found)) == ([], [])
 
 
-def test_nothing_private_is_imported_or_patched() -> None:
-    """Ruff forbids to read it (SLF001)."""
+def test_tests_import_and_patch_nothing_private() -> None:
     assert {path: number for path, tree in FILES.items() if (number := count_private(tree))} == {}
 
 
 def test_no_module_imports_a_test_module() -> None:
-    """What tests share is in tests/support."""
     assert {path: found for path, tree in FILES.items() if (found := find_test_imports(tree))} == {}
 
 
@@ -43,8 +38,7 @@ def test_no_module_imports_a_test_module() -> None:
         ("from tests.support.messages import body", 0, set(), []),
     ],
 )
-def test_what_is_counted(source: str, private: int, imported: set[str], shared: list[str]) -> None:
-    """Reads, writes and imports, whatever their form."""
+def test_count_private_finds_imports_and_patches(source: str, private: int, imported: set[str], shared: list[str]) -> None:
     tree = ast.parse(source)
 
     assert (count_private(tree), find_imported(tree), find_test_imports(tree)) == (private, imported, shared)

@@ -1,4 +1,4 @@
-"""The chart: what it makes of values, object by object."""
+"""The chart's objects."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
 
 def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """A JSON Schema that forbids keys it does not name."""
+    """A JSON Schema without unknown keys."""
     if isinstance(schema, list):
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -76,7 +76,6 @@ needs_schemas = pytest.mark.deep
 
 @cache
 def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
-    """What validates objects of kinds that are not Kubernetes' own."""
     from cloudcoil.models.istio.networking.v1 import DestinationRule
     from cloudcoil.models.istio.networking.v1alpha3 import EnvoyFilter
     from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule, ServiceMonitor
@@ -87,7 +86,7 @@ def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
 
 
 def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
-    """What an API server would say against an object, empty when it would take it."""
+    """An API server's complaint about an object; empty if it is valid."""
     error: jsonschema.ValidationError | None = None
     if validator := find_validators().get(item["kind"]):
         error = jsonschema.exceptions.best_match(validator.iter_errors(item))
@@ -103,8 +102,7 @@ def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
 
 
 @each_case
-def test_lint_is_content(values: Values) -> None:
-    """`helm lint --strict` finds nothing."""
+def test_chart_passes_strict_lint(values: Values) -> None:
     report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
 
     assert report["errors"] == []
@@ -114,16 +112,14 @@ def test_lint_is_content(values: Values) -> None:
 @needs_schemas
 @pytest.mark.parametrize("kubernetes", KUBERNETES)
 @each_case
-def test_every_object_is_what_kubernetes_takes(values: Values, kubernetes: str) -> None:
-    """Every object fits the schema of its kind, with nothing that the schema does not know."""
+def test_objects_match_schemas(values: Values, kubernetes: str) -> None:
     made = objects(values)
 
     assert [wrong for item in made if (wrong := wrong_with(item, kubernetes))] == []
 
 
 @each_case
-def test_names_are_unique_and_in_the_namespace(values: Values) -> None:
-    """No object overwrites another one, and all are in the release's namespace, except those that a mesh expects elsewhere."""
+def test_object_names_are_unique_and_in_namespace(values: Values) -> None:
     made = objects(values)
     elsewhere = {"EnvoyFilter": "istio", "EnvoyExtensionPolicy": "envoyGateway", "ClientTrafficPolicy": "envoyGateway"}
 
@@ -135,8 +131,7 @@ def test_names_are_unique_and_in_the_namespace(values: Values) -> None:
 
 
 @each_case
-def test_a_pod_starts_from_what_it_is_given(values: Values, tmp_path: Path) -> None:
-    """With the variables and files of each Deployment's container the server assembles itself: settings, policies, store."""
+def test_pod_starts_from_its_variables_and_files(values: Values, tmp_path: Path) -> None:
     made = objects(values)
     for deployment in of_kind(made, "Deployment"):
         root = tmp_path / deployment["metadata"]["name"]
@@ -152,12 +147,11 @@ def test_a_pod_starts_from_what_it_is_given(values: Values, tmp_path: Path) -> N
 
 
 async def assemble(chosen: settings.Settings) -> None:
-    """A server as `serve` makes it, short of listening."""
     Server(chosen)
 
 
 def fill(root: Path, deployment: Object, made: list[Object]) -> None:
-    """Put below `root` what the kubelet would mount; ConfigMaps and Secrets that the chart does not make are stand-ins."""
+    """Put below `root` what the kubelet would mount. ConfigMaps and Secrets that the chart does not make are stand-ins."""
     spec = deployment["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     places = {
@@ -184,13 +178,11 @@ def fill(root: Path, deployment: Object, made: list[Object]) -> None:
 
 
 def check_first(deployment: Object, root: Path) -> int:
-    """What the init container exits with, where `root` has what is mounted."""
     (container,) = deployment["spec"]["template"]["spec"]["initContainers"]
     return main([argument.replace("/etc/loopguard", str(root)) for argument in container["args"]])
 
 
 def secret(name: str) -> dict[str, str]:
-    """What a Secret of that name holds in the cases."""
     if "tls" not in name:
         return {
             "password": "hush",
@@ -218,8 +210,7 @@ TEAMS: Values = {
 }
 
 
-def test_each_team_has_its_config_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is a directory of its own with its namespace, for the server and for what checks first; errors name it."""
+def test_team_config_maps_are_mounted_with_namespaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = objects(TEAMS)
     deployment = one(made, "Deployment")
     fill(tmp_path, deployment, made)
@@ -248,8 +239,7 @@ def test_each_team_has_its_config_map(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"policies": {"validateFirst": False}, "settings": {"onBadFile": "exit"}}, False, ["exit"]),
     ],
 )
-def test_new_pods_need_not_check_first(values: Values, checks: bool, on_bad_file: list[str]) -> None:  # a table's
-    """Without the init container new pods skip bad files, unless a setting says otherwise."""
+def test_init_container_is_optional(values: Values, checks: bool, on_bad_file: list[str]) -> None:  # a table's
     spec = one(objects(values), "Deployment")["spec"]["template"]["spec"]
     given = [each["value"] for each in spec["containers"][0]["env"] if each["name"] == "LOOPGUARD_ON_BAD_FILE"]
 
@@ -257,12 +247,10 @@ def test_new_pods_need_not_check_first(values: Values, checks: bool, on_bad_file
 
 
 def long_policy(number: int) -> Object:
-    """A policy of a hundred kilobytes."""
     return {**policy(f"p-{number:02}", {"pathPrefix": f"/{number}"}, limit_keys=["jwt:org"]), "x-note": "n" * 100_000}
 
 
-def test_a_large_bundle_is_in_several_config_maps(tmp_path: Path) -> None:
-    """Beyond 900 KB, policies are split between ConfigMaps in one directory; together they are the bundle, in its order."""
+def test_large_bundle_is_split_into_config_maps(tmp_path: Path) -> None:
     switch = {"scope_key": "header:x", "scope_value": "y"}
     shadow = {"enabled": True}
     policies = [long_policy(number) for number in range(20)]
@@ -281,7 +269,6 @@ def test_a_large_bundle_is_in_several_config_maps(tmp_path: Path) -> None:
 
 @each_case
 def test_pods_are_restricted(values: Values) -> None:
-    """Every container meets the `restricted` Pod Security Standard, and what it does not need it does not have."""
     made = list(pods(objects(values)))
 
     for spec in made:
@@ -302,8 +289,7 @@ def test_pods_are_restricted(values: Values) -> None:
 
 
 @each_case
-def test_selectors_find_their_pods_and_no_others(values: Values) -> None:
-    """Services, Deployments and the disruption budget select the pods of one Deployment; targets and ports exist."""
+def test_selectors_match_one_deployment(values: Values) -> None:
     made = objects(values)
     labels = {item["metadata"]["name"]: item["spec"]["template"]["metadata"]["labels"] for item in of_kind(made, "Deployment")}
     labels |= {item["metadata"]["name"]: item["metadata"]["labels"] for item in of_kind(made, "Pod")}
@@ -326,8 +312,7 @@ def test_selectors_find_their_pods_and_no_others(values: Values) -> None:
 
 
 @each_case
-def test_monitors_scrape_everything_once(values: Values) -> None:
-    """A monitor selects every Service, or every pod that serves, and calls the job as its Deployment is called."""
+def test_monitors_scrape_each_target_once(values: Values) -> None:
     made = objects(values)
     for item in [*of_kind(made, "ServiceMonitor"), *of_kind(made, "PodMonitor")]:
         spec = item["spec"]
@@ -346,8 +331,7 @@ def test_monitors_scrape_everything_once(values: Values) -> None:
 
 
 @each_case
-def test_a_stopping_pod_has_time_for_all_of_it(values: Values) -> None:
-    """The pod is not killed before delay and drain are over, and the kubelet probes a port that answers."""
+def test_grace_period_covers_drain(values: Values) -> None:
     for deployment in of_kind(objects(values), "Deployment"):
         spec = deployment["spec"]["template"]["spec"]
         given = settings.read_settings({}, environment(deployment))
@@ -364,8 +348,7 @@ def test_a_stopping_pod_has_time_for_all_of_it(values: Values) -> None:
 
 
 @each_case
-def test_the_helm_test_asks_every_service(values: Values) -> None:
-    """`helm test` runs one healthcheck against each Service, as a pod that no Service selects."""
+def test_helm_test_checks_every_service(values: Values) -> None:
     made = objects(values)
     (pod,) = of_kind(made, "Pod")
     asked = [
@@ -381,8 +364,7 @@ def test_the_helm_test_asks_every_service(values: Values) -> None:
 
 
 @each_case
-def test_notes_name_what_was_made(values: Values) -> None:
-    """The commands that are printed name objects of this release."""
+def test_notes_name_objects_of_release(values: Values) -> None:
     made = objects(values)
     notes = rendered(values)["loopguard/templates/NOTES.txt"]
 
@@ -397,12 +379,10 @@ def test_notes_name_what_was_made(values: Values) -> None:
 
 
 def kinds(values: Values) -> set[tuple[str, str]]:
-    """Kind and name of every object."""
     return {(item["kind"], item["metadata"]["name"]) for item in objects(values)}
 
 
-def test_the_defaults_make_what_runs_and_nothing_that_needs_more() -> None:
-    """Without values there are no objects of kinds that a cluster may not have."""
+def test_defaults_need_no_custom_resources() -> None:
     made = kinds({})
 
     assert made == {
@@ -452,8 +432,7 @@ def test_the_defaults_make_what_runs_and_nothing_that_needs_more() -> None:
     ],
     ids=lambda item: json.dumps(item) if isinstance(item, dict) else "",
 )
-def test_a_switch_adds_its_objects(values: Values, added: set[tuple[str, str]], removed: set[tuple[str, str]]) -> None:
-    """Each switch makes the objects it is named after and leaves all others alone."""
+def test_switch_adds_only_its_objects(values: Values, added: set[tuple[str, str]], removed: set[tuple[str, str]]) -> None:
     before, after = kinds({}), kinds(values)
 
     assert after - before == added
@@ -463,8 +442,7 @@ def test_a_switch_adds_its_objects(values: Values, added: set[tuple[str, str]], 
 # ---- Policies
 
 
-def test_the_default_policy_is_the_preset_in_shadow() -> None:
-    """Without values Loopguard only watches, by the preset to the letter; one value has the same policy enforced."""
+def test_default_policy_is_preset_in_shadow() -> None:
     watching = chart().render({}, name=RELEASE, namespace=NAMESPACE)
     made = split(watching)
     (text,) = one(made, "ConfigMap", f"{NAME}-policies")["data"].values()
@@ -478,8 +456,7 @@ def test_the_default_policy_is_the_preset_in_shadow() -> None:
     assert one(enforcing, "ConfigMap", f"{NAME}-policies") == one(made, "ConfigMap", f"{NAME}-policies")
 
 
-def test_the_command_of_the_notes_enforces() -> None:
-    """Its values are all that the defaults lack for that."""
+def test_command_in_notes_enforces() -> None:
     notes = rendered(DEFAULTS)["loopguard/templates/NOTES.txt"]
     (gateways,) = re.findall(r"--set-json 'networkPolicy.gateways=(.*)'", notes)
 
@@ -488,8 +465,7 @@ def test_the_command_of_the_notes_enforces() -> None:
     assert environment(one(made, "Deployment"))["LOOPGUARD_SHADOW"] == "false"
 
 
-def test_a_changed_policy_restarts_nothing() -> None:
-    """Only the ConfigMap differs, and the pods mount it as a directory, so that they see the change."""
+def test_policy_change_restarts_no_pod() -> None:
     before = {(item["kind"], item["metadata"]["name"]): item for item in objects(CASES["memory"])}
     changed = policy("slow", {"pathPrefix": "/"}, action="throttle", max_delay_ms=30_000)
     after = {
@@ -530,8 +506,7 @@ CANARY_BUNDLE = {"bundle_version": 2, "policies": [policy("new", {"pathPrefix": 
         ),
     ],
 )
-def test_which_replicas_act_and_which_count_together(values: Values, expected: dict[str, tuple[bool, str]]) -> None:
-    """A shadow never acts and counts under its own scope; a canary that acts counts with the stable pods."""
+def test_shadow_replicas_count_in_own_scope(values: Values, expected: dict[str, tuple[bool, str]]) -> None:
     found = {}
     for deployment in of_kind(objects(values), "Deployment"):
         given = settings.read_settings({}, environment(deployment))
@@ -548,8 +523,7 @@ def test_which_replicas_act_and_which_count_together(values: Values, expected: d
         ({"policies": {"existingConfigMap": "theirs"}}, "theirs"),
     ],
 )
-def test_a_canary_has_its_own_policies_or_those_in_force(canary: Values, config_map: str) -> None:
-    """The canary mounts its bundle, else a ConfigMap that is named, else what the stable pods mount."""
+def test_canary_mounts_own_or_stable_policies(canary: Values, config_map: str) -> None:
     deployment = one(objects({"canary": {"enabled": True, **canary}}), "Deployment", f"{NAME}-canary")
 
     assert deployment["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {"name": config_map}
@@ -565,8 +539,7 @@ def test_a_canary_has_its_own_policies_or_those_in_force(canary: Values, config_
         ({"tag": "1"}, {"digest": f"sha256:{'2' * 64}"}, ["loopguard:1", f"loopguard@sha256:{'2' * 64}"]),
     ],
 )
-def test_which_image_runs(image: Values, canary: Values, expected: list[str]) -> None:
-    """Digest before tag before the chart's appVersion, and a canary's before the stable one's."""
+def test_image_digest_precedes_tag(image: Values, canary: Values, expected: list[str]) -> None:
     made = objects({"image": image, "canary": {"enabled": True, "image": canary}})
     images = [item["spec"]["template"]["spec"]["containers"][0]["image"] for item in of_kind(made, "Deployment")]
 
@@ -576,8 +549,7 @@ def test_which_image_runs(image: Values, canary: Values, expected: list[str]) ->
 # ---- Settings, store, network
 
 
-def test_every_setting_arrives() -> None:
-    """The process reads every value of `settings`, including large numbers and fractions."""
+def test_every_setting_reaches_process() -> None:
     described = json.loads((CHART / "values.schema.json").read_text())["definitions"]["Settings"]["properties"]
     samples = {"boolean": True, "integer": 1_000_000, "number": 0.25, "string": "gateway"}
     wanted = {name: item["enum"][-1] if "enum" in item else samples[item["type"]] for name, item in described.items()}
@@ -604,15 +576,13 @@ def test_every_setting_arrives() -> None:
         ),
     ],
 )
-def test_tls_files_go_into_the_url(url: str, tls: Values, expected: str) -> None:
-    """The keys of the Secret become paths that the URL names, behind whatever options it has already."""
+def test_store_url_names_tls_files(url: str, tls: Values, expected: str) -> None:
     deployment = one(objects({"store": {"url": url, "tls": {"existingSecret": "s", **tls}}}), "Deployment")
 
     assert environment(deployment)["LOOPGUARD_STORE"] == expected
 
 
-def test_a_network_policy_admits_only_named_peers() -> None:
-    """Gateways and the test pod reach the gRPC port, Prometheus the admin port; the policy covers both tracks, not the test."""
+def test_network_policy_admits_named_peers() -> None:
     made = objects(CASES["everything"])
     spec = one(made, "NetworkPolicy", "loop-guard")["spec"]
     values = CASES["everything"]["networkPolicy"]
@@ -635,7 +605,6 @@ KUBELET = {"ipBlock": {"cidr": "169.254.7.127/32"}}
 
 
 def mesh(tls: str) -> Values:
-    """Values with Istio's gateway, and without a Prometheus that may ask."""
     istio = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "chat"}], "tls": tls}
     return {"istio": istio, "networkPolicy": {"monitoring": []}}
 
@@ -649,8 +618,7 @@ def mesh(tls: str) -> Values:
         (DEFAULTS, [50051], []),
     ],
 )
-def test_a_network_policy_admits_no_more_than_needed(values: Values, ports: list[int], others: list[list[Object]]) -> None:
-    """In ambient mode requests come to the port of the mesh; no rule for connections to the store limits none of them."""
+def test_network_policy_admits_mesh_port_in_ambient_mode(values: Values, ports: list[int], others: list[list[Object]]) -> None:
     spec = one(objects(values), "NetworkPolicy")["spec"]
     first, *more = spec["ingress"]
 
@@ -689,8 +657,7 @@ def test_a_network_policy_admits_no_more_than_needed(values: Values, ports: list
         ),
     ],
 )
-def test_files_come_from_secrets(values: Values, secrets: dict[str, str], files: dict[str, str | None]) -> None:
-    """The keys of the mounted Secrets are the files that the process reads."""
+def test_secrets_are_mounted_as_files(values: Values, secrets: dict[str, str], files: dict[str, str | None]) -> None:
     deployment = one(objects(values), "Deployment")
     spec = deployment["spec"]["template"]["spec"]
     mounts = {mount["name"]: mount for mount in spec["containers"][0]["volumeMounts"]}
@@ -707,15 +674,13 @@ def test_files_come_from_secrets(values: Values, secrets: dict[str, str], files:
 # ---- Mutual TLS
 
 
-def test_only_named_clients_may_ask() -> None:
-    """The names that are set arrive in the process."""
+def test_client_sans_reach_process() -> None:
     given = settings.read_settings({}, environment(one(objects(CASES["mutual-tls"]), "Deployment")))
 
     assert [name.value for name in given.tls_client_san] == CASES["mutual-tls"]["tls"]["clientSans"]
 
 
-def test_a_gateway_is_told_which_peers_to_trust() -> None:
-    """Envoy Gateway verifies Loopguard by the authority in the Secret and the name that is set, else that of the Service."""
+def test_backend_tls_policy_names_authority_and_host() -> None:
     made = one(objects(CASES["mutual-tls"]), "BackendTLSPolicy")["spec"]
     by_service = merged(CASES["mutual-tls"], {"tls": {"serverName": ""}})
 
@@ -725,8 +690,7 @@ def test_a_gateway_is_told_which_peers_to_trust() -> None:
     assert one(objects(by_service), "BackendTLSPolicy")["spec"]["validation"]["hostname"] == f"{NAME}.{NAMESPACE}.svc"
 
 
-def test_the_helm_test_shows_a_certificate() -> None:
-    """With mutual TLS its arguments are those of a health check with a certificate, from a Secret of its own."""
+def test_helm_test_uses_client_certificate() -> None:
     (pod,) = of_kind(objects(CASES["mutual-tls"]), "Pod")
     (container,) = pod["spec"]["containers"]
 
@@ -751,8 +715,7 @@ def test_the_helm_test_shows_a_certificate() -> None:
         (CASES["mutual-tls"], False),
     ],
 )
-def test_the_process_warns_of_strangers_where_nothing_keeps_them_out(values: Values, allowed: bool) -> None:
-    """A network policy or the mesh silences the warning about plain text, and nothing else does."""
+def test_plaintext_warning_is_silenced_by_network_policy_or_mesh(values: Values, allowed: bool) -> None:
     given = settings.read_settings({}, environment(of_kind(objects(values), "Deployment")[0]))
 
     assert given.allow_plaintext is allowed
@@ -761,8 +724,7 @@ def test_the_process_warns_of_strangers_where_nothing_keeps_them_out(values: Val
 # ---- Monitoring
 
 
-def test_alerts_and_dashboards_are_the_files() -> None:
-    """The rule object holds the rule file's groups, the ConfigMap every dashboard, to the letter."""
+def test_alerts_and_dashboards_equal_files() -> None:
     made = objects(CASES["everything"])
     rules = helm_python.values_from_yaml((CHART / "alerts" / "loopguard.rules.yaml").read_text())
     dashboards = {file.name: json.loads(file.read_text()) for file in (CHART / "dashboards").glob("*.json")}
@@ -777,8 +739,7 @@ def test_alerts_and_dashboards_are_the_files() -> None:
 
 
 @needs_schemas
-def test_the_values_of_the_readme_are_good() -> None:
-    """What its README needs at least, and what it recommends for production, renders to objects that Kubernetes takes."""
+def test_values_in_chart_readme_are_valid() -> None:
     shown = re.findall(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(), re.DOTALL)
 
     made = objects(merged(*map(helm_python.values_from_yaml, shown)))
@@ -787,14 +748,12 @@ def test_the_values_of_the_readme_are_good() -> None:
     assert {"NetworkPolicy", "ServiceMonitor", "PrometheusRule"} <= {item["kind"] for item in made}
 
 
-def test_the_app_version_is_the_projects() -> None:
-    """The image's default tag is the version that this tree builds."""
+def test_app_version_is_project_version() -> None:
     with helm_python.Chart.load(CHART) as chart:
         assert chart.metadata["appVersion"] == version("extproc-loopguard")
 
 
-def test_a_packaged_chart_is_complete(tmp_path: Path) -> None:
-    """`helm package` takes along what the templates read, and not the values of the tests."""
+def test_packaged_chart_renders_alike(tmp_path: Path) -> None:
     archive = Path(helm_python.package(CHART, destination=tmp_path))
     with helm_python.Chart.load(archive) as packed:
         made = packed.render(CASES["everything"], name="lg", namespace=NAMESPACE)
@@ -805,7 +764,6 @@ def test_a_packaged_chart_is_complete(tmp_path: Path) -> None:
 
 
 def label_values(item: Any) -> Iterator[str]:  # noqa: ANN401  # raw JSON
-    """Every value of labels and selectors, at any depth."""
     if isinstance(item, dict):
         for key, below in item.items():
             if key in ("labels", "matchLabels"):
@@ -817,8 +775,7 @@ def label_values(item: Any) -> Iterator[str]:  # noqa: ANN401  # raw JSON
             yield from label_values(below)
 
 
-def test_names_fit_however_long_the_release_is_called() -> None:
-    """The longest release name that Helm takes gives names and labels that Kubernetes takes."""
+def test_long_release_names_give_valid_names() -> None:
     values = merged({"canary": {"enabled": True, "policies": {"bundle": CANARY_BUNDLE}}, "nameOverride": "n" * 63})
     made = objects(values, release="r" * 53)
     names = {item["metadata"]["name"] for item in made}
@@ -828,8 +785,7 @@ def test_names_fit_however_long_the_release_is_called() -> None:
     assert len(of_kind(made, "Deployment")) == 2
 
 
-def test_own_labels_do_not_take_the_place_of_the_charts() -> None:
-    """A label by which the chart selects stays what it is."""
+def test_own_labels_keep_selector_labels() -> None:
     own = {"app.kubernetes.io/component": "mine", "team": "ai"}
     made = objects({"podLabels": own, "monitoring": {"podMonitor": {"enabled": True, "labels": own}}})
 

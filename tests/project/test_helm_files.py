@@ -1,4 +1,4 @@
-"""Files that settings of the chart name: mounted from Secrets or the user's volumes, and refused if nothing mounts them."""
+"""Files that settings name are mounted, or refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ MOUNTED: Values = {
 HOW = "mount one there with extraVolumes and extraVolumeMounts."
 
 
-def test_volumes_and_variables_of_users_are_added() -> None:
-    """Beside those of the chart, for every Deployment."""
+def test_extra_volumes_and_variables_are_added() -> None:
     extra = merged(MOUNTED, {"extraEnv": [{"name": "TZ", "value": "UTC"}], "canary": {"enabled": True}})
 
     for name in ("lg-loopguard", "lg-loopguard-canary"):
@@ -88,8 +87,7 @@ SECRET = "leave it out and name a Secret in"
         ),
     ],
 )
-def test_what_nothing_mounts_is_refused(values: Values, sentence: str) -> None:
-    """At render, with what to do: the pod would end."""
+def test_unmounted_file_is_refused(values: Values, sentence: str) -> None:
     assert problems(values) == [sentence]
 
 
@@ -106,6 +104,5 @@ def test_what_nothing_mounts_is_refused(values: Values, sentence: str) -> None:
         },
     ],
 )
-def test_mounted_files_are_taken(values: Values) -> None:
-    """From any of the user's volumes, or of the image."""
+def test_mounted_files_are_accepted(values: Values) -> None:
     assert objects(merged(MOUNTED, values))

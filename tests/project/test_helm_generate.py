@@ -1,4 +1,4 @@
-"""The chart's schema and README are what its commented values make them."""
+"""The chart's schema and README are generated from its commented values."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from helm.generate import ChartError, choose, convert, generated, main, read_val
 from tests.support.chart import CHART
 
 
-def test_nothing_is_out_of_date() -> None:
-    """What stands in the chart is what `python helm/generate.py` would write."""
+def test_schema_and_readme_are_current() -> None:
     stale = [file.name for file, text in generated().items() if file.read_text() != text]
 
     assert stale == [], "run make chart"
 
 
-def test_the_command_tells_and_mends_what_is_out_of_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--check` names the stale files and exits 1; without it they are written."""
+def test_generate_reports_and_rewrites_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "loopguard"
     shutil.copytree(CHART, copy)
     values = copy / "values.yaml"
@@ -37,8 +35,7 @@ def test_the_command_tells_and_mends_what_is_out_of_date(tmp_path: Path, capsys:
     assert "How important the pods are." in (copy / "README.md").read_text()
 
 
-def test_the_schema_is_draft_07() -> None:
-    """What older Helms read is what they are given."""
+def test_schema_is_draft_07() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     jsonschema.Draft7Validator.check_schema(schema)
@@ -72,8 +69,7 @@ last: true
 """
 
 
-def test_comments_and_defaults_make_the_schema() -> None:
-    """Types come from defaults, words from comments, the rest from `@schema`; what has a `$ref` is not looked into."""
+def test_schema_comes_from_comments_and_defaults() -> None:
     schema = values_schema(read_values(COMMENTED))
 
     assert schema["properties"]["count"] == {"type": "integer", "minimum": 1, "description": "What it is.", "default": 1}
@@ -100,8 +96,7 @@ def test_comments_and_defaults_make_the_schema() -> None:
         ('# Words.\n# @schema {"$ref": "#/definitions/Nothing"}\na: {}\n', "there is no definition of Nothing"),
     ],
 )
-def test_a_value_that_is_not_described_is_an_error(text: str, message: str) -> None:
-    """No value reaches the chart without words and a type."""
+def test_value_without_description_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ChartError, match=message):
         values_schema(read_values(text))
 
@@ -114,8 +109,7 @@ def test_a_value_that_is_not_described_is_an_error(text: str, message: str) -> N
         ({"$ref": "#/$defs/A", "minimum": 1}, r"draft-07 ignores what stands beside \$ref: minimum"),
     ],
 )
-def test_a_newer_schema_is_an_error_rather_than_a_hole(schema: dict[str, Any], message: str) -> None:
-    """A keyword that an older validator would skip is not passed on."""
+def test_keyword_newer_than_draft_07_is_rejected(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ChartError, match=message):
         convert(schema)
 
@@ -136,8 +130,7 @@ SAMPLES: list[Any] = [None, "a", "b", "ab", 0, 1, 2, 3.5, {}, {"n": 1}, {"n": "1
 
 
 @pytest.mark.parametrize("union", UNIONS, ids=json.dumps)
-def test_a_union_decided_by_type_means_the_same(union: dict[str, Any]) -> None:
-    """Telling the branches apart by type changes what is said about a wrong value, not which values are wrong."""
+def test_union_by_type_accepts_the_same_values(union: dict[str, Any]) -> None:
     definitions = {"A": A}
     decided = choose(union, definitions)
 
@@ -148,8 +141,7 @@ def test_a_union_decided_by_type_means_the_same(union: dict[str, Any]) -> None:
         assert both[0] == both[1], sample
 
 
-def test_a_wrong_branch_does_not_complain() -> None:
-    """Where the type tells which branch was meant, only that one's complaint is heard."""
+def test_union_by_type_reports_one_branch() -> None:
     decided = {**choose(UNIONS[1], {"A": A}), "definitions": {"A": A}}
 
     (error,) = jsonschema.Draft7Validator(decided).iter_errors([{"m": 1}])

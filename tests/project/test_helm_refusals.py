@@ -1,4 +1,4 @@
-"""What Helm refuses to install, and the sentence with which it does."""
+"""Values that Helm refuses, and its messages."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ GUARDED: Values = {"networkPolicy": {"gateways": [{"podSelector": {}}], "monitor
 
 
 def store(url: str, **more: object) -> Values:
-    """Values with a store."""
     return {"store": {"url": url, **more}}
 
 
 def throttle(**more: Any) -> Values:  # noqa: ANN401  # keys of loop_detection
-    """Values with one throttling policy."""
     return with_policies(policy("slow", {"pathPrefix": "/"}, action="throttle", **more))
 
 
@@ -56,12 +54,10 @@ OWN_LIMITS: Values = {
 
 
 def all_sidecars(context: str, namespace: str) -> Values:
-    """Values for every sidecar of a namespace."""
     return {"istio": {"enabled": True, "context": context, "namespace": namespace, "routes": [{"name": "default"}]}}
 
 
 def on_route(**more: object) -> Values:
-    """Values with one route of Istio."""
     return {"istio": {**ON, "routes": [{"name": "chat", **more}]}}
 
 
@@ -73,7 +69,6 @@ UNENFORCED: Values = {
 
 
 def row(values: Values, *words: str) -> tuple[Values, str]:
-    """Values and the one sentence that refuses them."""
     return values, " ".join(words)
 
 
@@ -392,19 +387,16 @@ PROBLEMS: list[tuple[Values, str]] = [
 
 
 @pytest.mark.parametrize(("values", "sentence"), PROBLEMS)
-def test_what_cannot_work_together_is_refused(values: Values, sentence: str) -> None:
-    """Each combination is refused by a sentence that names the values and what to do, and by nothing else."""
+def test_invalid_combination_is_refused(values: Values, sentence: str) -> None:
     assert problems(values) == [sentence]
 
 
-def test_a_release_that_no_service_can_be_named_after_is_refused() -> None:
-    """Helm takes release names that begin with a digit, Kubernetes no such Service."""
+def test_release_name_with_leading_digit_is_refused() -> None:
     with pytest.raises(helm_python.HelmRenderError, match="1st-loopguard would be the name of the Service"):
         objects({}, release="1st")
 
 
-def test_every_problem_is_told_at_once() -> None:
-    """Values with several mistakes are mended in one round."""
+def test_all_problems_are_reported_at_once() -> None:
     found = problems({"replicaCount": 2, "networkPolicy": {"gateways": [], "monitoring": []}, **MONITORS})
 
     assert [sentence.partition(" ")[0] for sentence in found] == [
@@ -455,14 +447,12 @@ def test_every_problem_is_told_at_once() -> None:
     ],
     ids=json.dumps,
 )
-def test_what_works_is_taken(values: Values) -> None:
-    """The checks let pass what only looks like one of the mistakes."""
+def test_valid_combination_is_accepted(values: Values) -> None:
     assert objects(values)
 
 
 @pytest.mark.parametrize("key", sorted(UNSUPPORTED_KEYS))
-def test_a_descriptor_that_cannot_be_derived_is_refused(key: str) -> None:
-    """The process would not start with it."""
+def test_underivable_descriptor_is_refused(key: str) -> None:
     (sentence,) = problems(with_policies(policy("a", {"pathPrefix": "/"}, limit_keys=["jwt:org", key])))
 
     assert sentence.startswith(
@@ -470,8 +460,7 @@ def test_a_descriptor_that_cannot_be_derived_is_refused(key: str) -> None:
     )
 
 
-def test_every_detector_of_a_policy_is_looked_at(tmp_path: Path) -> None:
-    """Where loop_detection is a list, the longest hold of its throttles counts; the check does not wait for the schema."""
+def test_longest_throttle_of_all_detectors_counts(tmp_path: Path) -> None:
     copy = tmp_path / "loopguard"
     shutil.copytree(CHART, copy, ignore=shutil.ignore_patterns("values.schema.json"))
     slow = policy("slow", {"pathPrefix": "/"})
@@ -485,8 +474,7 @@ def test_every_detector_of_a_policy_is_looked_at(tmp_path: Path) -> None:
         chart.render(merged(ENFORCING, values))
 
 
-def test_a_throttle_on_the_way_to_a_refusal_holds_as_well() -> None:
-    """Where a detector escalates to a throttle, its hold counts; where it never throttles, none does."""
+def test_escalation_to_throttle_counts() -> None:
     drain = {"drain": {"timeoutSeconds": 21}}
     slow, never = (
         with_policies(policy("slow", {"pathPrefix": "/"}, action="warn", max_delay_ms=20_000, escalate={action: 8})) | drain
@@ -499,8 +487,7 @@ def test_a_throttle_on_the_way_to_a_refusal_holds_as_well() -> None:
     assert objects(never)
 
 
-def test_the_longest_hold_is_the_codes() -> None:
-    """A throttle that names no limit holds as long, and needs as much more, as it does in the process."""
+def test_default_hold_matches_code() -> None:
     needed = -(-(MAX_DELAY_MS + HOLD_MARGIN_MS) // 1000)
 
     assert objects(throttle() | {"envoy": {"maxMessageTimeoutSeconds": needed}, "drain": {"timeoutSeconds": needed}})
@@ -570,13 +557,11 @@ def test_the_longest_hold_is_the_codes() -> None:
         ({"envoy": {"shadowMode": "on"}}, "at '/envoy/shadowMode': value must be one of"),
     ],
 )
-def test_a_wrong_value_is_refused(values: Values, message: str) -> None:
-    """A misspelt name, a wrong type or a value out of range is refused at its place, with what would be right."""
+def test_invalid_value_is_refused_at_its_place(values: Values, message: str) -> None:
     assert message in refusal(values)
 
 
-def test_every_kind_of_store_is_taken() -> None:
-    """The schema takes the URLs that the process takes, except a socket, which no pod shares."""
+def test_store_urls_are_accepted() -> None:
     with pytest.raises(UsageError) as told:
         open_store("http://redis", Metrics())
     schemes = re.findall(r"([\w+]+)://", str(told.value).partition("known are: ")[2])
@@ -590,8 +575,7 @@ def test_every_kind_of_store_is_taken() -> None:
 @pytest.mark.parametrize(
     "url", ["redis", "unix:///run/redis.sock", "http://redis", "redis+sentinels://a/b", "memory+cluster://", ""]
 )
-def test_no_other_store_is_taken(url: str) -> None:
-    """A URL of another form is refused before a pod fails on it."""
+def test_invalid_store_url_is_refused(url: str) -> None:
     assert "at '/store/url'" in refusal(store(url))
 
 
@@ -599,7 +583,6 @@ def test_no_other_store_is_taken(url: str) -> None:
 
 
 def changed(**changes: object) -> dict[str, Any]:
-    """A good policy with keys of its loop_detection replaced; `...` takes a key away."""
     made = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org"])
     detection = {**made["spec"]["loop_detection"], **changes}
     made["spec"]["loop_detection"] = {key: value for key, value in detection.items() if value is not ...}
@@ -607,7 +590,6 @@ def changed(**changes: object) -> dict[str, Any]:
 
 
 def in_spec(**changes: object) -> dict[str, Any]:
-    """A good policy with keys of its spec replaced."""
     made = changed()
     made["spec"].update(changes)
     return made
@@ -680,8 +662,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("document", "message"), WRONG)
-def test_a_policy_that_does_not_validate_is_refused(document: dict[str, Any], message: str) -> None:
-    """What `loopguard validate` refuses, Helm refuses at the same place."""
+def test_invalid_policy_is_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(BundleErrors):
         parse({"bundle.json": json.dumps(document).encode()}, datetime.now(UTC))
 
@@ -701,8 +682,7 @@ GOOD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("document", GOOD)
-def test_a_policy_that_validates_is_taken(document: dict[str, Any]) -> None:
-    """The schema refuses nothing that Loopguard takes."""
+def test_valid_policy_is_accepted(document: dict[str, Any]) -> None:
     parse({"bundle.json": json.dumps(document).encode()}, datetime.now(UTC))
 
     assert objects({"policies": {"bundle": document}})
@@ -722,8 +702,7 @@ def test_a_policy_that_validates_is_taken(document: dict[str, Any]) -> None:
         ({"policies": []}, "at '/istio/routes/0/bundle': missing property 'bundle_version'"),
     ],
 )
-def test_a_routes_policy_that_does_not_validate_is_refused(document: dict[str, Any], message: str) -> None:
-    """What Loopguard would refuse with every request, Helm refuses at its place."""
+def test_invalid_policy_of_route_is_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(BundleErrors):
         parse({"route metadata": json.dumps(document).encode()}, datetime.now(UTC), on_route=True)
 
@@ -740,8 +719,7 @@ def test_a_routes_policy_that_does_not_validate_is_refused(document: dict[str, A
         *GOOD,
     ],
 )
-def test_a_routes_policy_needs_no_selector(document: dict[str, Any]) -> None:
-    """What Loopguard takes with a route, Helm takes; and what it hands over is what Loopguard then reads."""
+def test_policy_of_route_needs_no_selector(document: dict[str, Any]) -> None:
     parse({"route metadata": json.dumps(document).encode()}, datetime.now(UTC), on_route=True)
     (found,) = (item for item in objects(on_route(bundle=document)) if item["kind"] == "EnvoyFilter")
 
@@ -754,8 +732,7 @@ def test_a_routes_policy_needs_no_selector(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("scope", ["", "a", "A.b_c-9", "x" * 57, "a b", "a/b", "\u00e9", "x" * 58])
-def test_scopes_are_those_of_the_process(scope: str) -> None:
-    """What the schema takes is a scope for Loopguard, with room for what a canary's has behind it."""
+def test_scopes_match_process(scope: str) -> None:
     try:
         taken = bool(objects(merged(ISTIO, {"istio": {"scope": scope}})))
     except helm_python.HelmValuesError:

@@ -1,4 +1,4 @@
-"""Layers: which room may import which. All of it follows from the folders, except the order of the rooms."""
+"""Which room may import which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.support.rooms import FILES, GENERATED, ROOMS, find_floor, find_import
 
 
 def find_violations(name: str, source: str) -> list[str]:
-    """What a module imports against the rule."""
     found = []
     for target in sorted({*find_imports(source)} - {name}):
         if target == GENERATED:
@@ -24,24 +23,20 @@ def find_violations(name: str, source: str) -> list[str]:
 
 
 def test_every_folder_is_a_room() -> None:
-    """No other folder is beside the rooms."""
     assert sorted({name.split("/")[0] for name in FILES if "/" in name}) == sorted(ROOMS)
 
 
-def test_units_stand_where_their_modules_do() -> None:
-    """A folder of unit tests is a room, and a file beside them a module at the root: their names say what runs where."""
+def test_unit_tests_mirror_modules() -> None:
     for place in (CHECKOUT / "tests" / "unit").glob("[!_.]*"):
         assert place.name in ROOMS if place.is_dir() else place.stem.removeprefix("test_") in FILES, place
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_module_imports_from_lower_rooms_or_its_own(name: str) -> None:
-    """No module reaches up, and generated code is read where Envoy is spoken to."""
+def test_modules_import_from_lower_rooms(name: str) -> None:
     assert find_violations(name, FILES[name].read_text()) == []
 
 
-def test_no_circle() -> None:
-    """Imports point one way, within a room as well."""
+def test_imports_have_no_circle() -> None:
     imports = {name: {*find_imports(file.read_text())} - {name, GENERATED} for name, file in FILES.items()}
     try:
         TopologicalSorter(imports).prepare()

@@ -1,4 +1,4 @@
-"""`make precision`: labelled conversations in, figures out; lines that cannot be used are named."""
+"""`make precision`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,15 @@ HONEST = {"loop": False, "success": True, "kind": "work"}
 
 
 def work(count: int, *, again: int = 0) -> list[Did]:
-    """Turns that differ, and then one that comes again."""
     turns = [Did((("read", {"path": f"f{n}"}),), (f"line {n}",), "", f"thought {n}", n) for n in range(1, count + 1)]
     turns += [Did((("read", {"path": "x"}),), ("no such file",), "", f"again {n}", count + n) for n in range(1, again + 1)]
     return turns
 
 
 class Measured:
-    """One run of the command: exit code, JSON document, and what was said on stderr."""
-
     def __init__(
         self, folder: Path, capsys: pytest.CaptureFixture[str], lines: Sequence[Any], *flags: str, packed: bool = False
     ) -> None:
-        """Write the set, and a policy if none is among the flags."""
         data = b"".join([line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines])
         name = "set.gz" if packed else "set"
         (folder / name).write_bytes(gzip.compress(data) if packed else data)
@@ -45,16 +41,14 @@ class Measured:
         self.document: dict[str, Any] = json.loads(printed.out) if printed.out else {}
 
     def find(self, detector: str = "turns", policy: str = "agents") -> dict[str, Any]:
-        """The figures of a setting."""
         settings = self.document["settings"]
         return next(each for each in settings if (each["policy"], each["detector"]) == (policy, detector))
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_each_format_is_judged_as_its_requests(
+def test_precision_reads_every_format(
     write: Callable[[Sequence[Did]], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each answer has a request of its own, and the loop is acted on at its third turn, and refused at its seventh."""
     found = Measured(tmp_path, capsys, [{"label": LOOP, **write(work(2, again=8))}, {"label": HONEST, **write(work(10))}])
 
     assert (found.code, found.error) == (0, "")
@@ -65,8 +59,7 @@ def test_each_format_is_judged_as_its_requests(
     assert (refused["loops"]["of"], refused["others"]["of"], refused["successes"]["of"]) == (1, 1, 1)
 
 
-def test_bytes_that_are_spared_are_those_from_the_first_refusal_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests as they were sent are judged as they are, and counted as long as they are."""
+def test_precision_counts_bytes_after_first_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = {"label": LOOP, **FORMATS["chat"](work(2, again=8))}
     bodies = read_conversation(json.dumps(line).encode(), Path()).bodies
     sent = {"label": LOOP, "requests": [json.loads(body) for body in bodies]}
@@ -79,8 +72,7 @@ def test_bytes_that_are_spared_are_those_from_the_first_refusal_on(tmp_path: Pat
     assert refused["bytes_of_all"] == sum(sizes[9:]) / found.document["bytes"]
 
 
-def test_labels_tell_what_is_wrong_and_what_is_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A refused success, a loop that begins after it was stopped, one that is missed, and one of which nothing is known."""
+def test_precision_lists_wrong_and_early_actions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stuck = FORMATS["chat"](work(2, again=9))
     late = FORMATS["chat"]([*work(0, again=8), *[turn._replace(number=0) for turn in work(4)]])
     lines = [
@@ -99,8 +91,7 @@ def test_labels_tell_what_is_wrong_and_what_is_early(tmp_path: Path, capsys: pyt
     assert refused["wrong"][0]["place"] == f"{tmp_path}/set.gz:1"
 
 
-def test_settings_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each combination of values is a policy of its own; keys that an entry has not are left out of it."""
+def test_precision_varies_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--detector", "turns", "--vary", "threshold_identical_requests=2,4", "--vary", "similarity=turns,tool_calls")
 
     found = Measured(tmp_path, capsys, [{"label": LOOP, **FORMATS["chat"](work(2, again=9))}], *flags)
@@ -111,8 +102,7 @@ def test_settings_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("key", ["header:x-team", "jwt:sub", "query:user", "credential"])
-def test_every_conversation_is_a_caller_of_its_own(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the limit keys: what counts requests counts each conversation apart, by the clock of the flag."""
+def test_precision_gives_each_conversation_a_caller(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = bundle(policy("p", ANY, limit_keys=[key], similarity="tail", threshold_identical_requests=2))
     (tmp_path / "p.json").write_text(json.dumps(document))
     line = {"label": LOOP, **FORMATS["chat"](work(2, again=6))}
@@ -127,8 +117,7 @@ def test_every_conversation_is_a_caller_of_its_own(key: str, tmp_path: Path, cap
     assert count("--seconds", "3600") == (0, 3)
 
 
-def test_a_line_may_name_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A trajectory keeps its file, and the set has its label."""
+def test_precision_reads_named_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trajectory.json").write_text(json.dumps(FORMATS["atif"](work(2, again=8)), indent=2))
     (tmp_path / "messages.json").write_text(json.dumps(FORMATS["chat"](work(9))["messages"]))
@@ -172,13 +161,12 @@ CHAT = FORMATS["chat"](work(2))
         ({"label": HONEST, "headers": [], **CHAT}, "headers must be an object of texts"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(
+def test_precision_reports_invalid_lines(
     line: Any,  # noqa: ANN401  # JSON
     told: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Other lines are judged, and the exit code says that some are missing."""
     found = Measured(tmp_path, capsys, [{"label": HONEST, **CHAT}, line])
 
     assert (found.code, found.document["conversations"]) == (1, 1)
@@ -195,10 +183,9 @@ def test_what_is_wrong_is_told_with_its_line(
         (("--detector", "none"), 2, "--detector must be one of turns, again, all"),
     ],
 )
-def test_usage_errors_say_what_would_be_right(
+def test_precision_explains_usage_errors(
     flags: tuple[str, ...], code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is judged then."""
     found = Measured(tmp_path, capsys, [{"label": HONEST, **CHAT}], *flags)
 
     assert found.code == code
@@ -209,16 +196,14 @@ def test_usage_errors_say_what_would_be_right(
     ("found", "of", "low", "high"),
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (217, 248, 0.8284, 0.9102), (0, 0, 0.0, 1.0)],
 )
-def test_intervals_are_wilsons(found: int, of: int, low: float, high: float) -> None:
-    """As tables have them."""
+def test_precision_uses_wilson_intervals(found: int, of: int, low: float, high: float) -> None:
     share = make_share(found, of)
 
     assert [share.low, share.high] == pytest.approx([low, high], abs=1e-3)
 
 
 @pytest.mark.slow
-def test_the_tables_have_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The made-up set: the preset refuses none of the honest families but the three that look like loops."""
+def test_precision_of_preset_on_labelled_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "set").write_text("\n".join(json.dumps(line) for line in make_set(each=2)))
 
     code = main(["--kinds", str(tmp_path / "set")])

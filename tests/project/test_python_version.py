@@ -1,4 +1,4 @@
-"""What `make` says where Python is older than the project needs, or Envoy has no wheel."""
+"""`make` on an old Python, and where Envoy has no wheel."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ case "$1" in --version) echo "Python 3.10.12";; -c) exit 1;; *) echo "went on: $
 
 
 def copy_makefile(folder: Path) -> None:
-    """What make reads of the project."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     (folder / "extproc").mkdir()
 
 
 @pytest.mark.parametrize("python", ["old", "missing"])
-def test_make_says_in_one_line_which_python_is_needed(tmp_path: Path, python: str) -> None:
-    """Nothing is made with the old one, so that the next call begins anew."""
+def test_make_names_required_python(tmp_path: Path, python: str) -> None:
     copy_makefile(tmp_path)
     (tmp_path / "old").write_text(OLD)
     (tmp_path / "old").chmod(0o755)
@@ -56,10 +54,9 @@ def test_make_says_in_one_line_which_python_is_needed(tmp_path: Path, python: st
     ],
 )
 @pytest.mark.parametrize("target", ["run", "demo-agent"])
-def test_make_says_at_once_where_envoy_has_no_wheel(
+def test_make_refuses_platforms_without_envoy(
     tmp_path: Path, target: str, machine: str, programs: dict[str, str], *, runs: bool
 ) -> None:
-    """Before anything is installed, and with what works there."""
     copy_makefile(tmp_path)
     for name, says in {"uname": machine, **programs}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")

@@ -1,7 +1,8 @@
-"""What README and docs show is what a reader gets: commands run, examples load, links lead somewhere.
+"""README and docs: commands run, examples load, links work.
 
-A reader of one page types its console lines from top to bottom, in a folder that has the project in it. Two things differ from
-a real one: addresses are free ones of this machine, and what cannot be typed here is named in NOT_TYPED and checked otherwise.
+A reader types the console lines of a page from top to bottom, in a copy of the project. Addresses
+are free ones of this machine, and commands that cannot run here are in NOT_TYPED and checked
+otherwise.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ _FENCE = re.compile(r"^```(?P<language>\w*)(?: (?P<name>\S+))?\n(?P<text>.*?)^``
 
 
 def page_id(page: Path) -> str:
-    """A page's path in the project."""
     return page.relative_to(ROOT).as_posix()
 
 
@@ -58,13 +58,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
 
 
 class Example(NamedTuple):
-    """A fenced block of a page.
-
-    Attributes:
-        language: behind the fence.
-        name: of the file that the reader saves it as, empty where the text names none.
-        text: of the block.
-    """
+    """A fenced block: its language, the file that the text names, and its text."""
 
     language: str
     name: str
@@ -72,25 +66,20 @@ class Example(NamedTuple):
 
 
 def read_examples(page: Path, language: str) -> list[Example]:
-    """A page's blocks of one language."""
     found = (Example(match["language"], match["name"] or "", match["text"]) for match in _FENCE.finditer(page.read_text()))
     return [example for example in found if example.language == language]
 
 
 def read_prose(page: Path) -> str:
-    """A page without its blocks."""
     return _FENCE.sub("", page.read_text())
 
 
 class Line(NamedTuple):
-    """What a reader types, and what the page shows below it."""
-
     command: str
     shown: str
 
 
 def read_lines(page: Path) -> Iterator[Line]:
-    """A page's console lines; a line that ends with a backslash continues on the next."""
     for block in read_examples(page, "console"):
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command = re.match(r"(?:.*\\\n)*.*\n", part)
@@ -103,19 +92,16 @@ def read_lines(page: Path) -> Iterator[Line]:
 
 @cache
 def _ask_for_help(*program: str) -> str:
-    """What a module of Python says for `--help`."""
     asked = [sys.executable, "-m", *program, "--help"]
     return subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def _has_target(command: str) -> None:
-    """Make knows how to do it."""
     target = shlex.split(command, comments=True)[1]
     assert f"\n{target}: " in (ROOT / "Makefile").read_text()
 
 
 def _has_flags(command: str) -> None:
-    """Make knows how to do it, and the benchmark takes these flags with these values."""
     _has_target(command)
     given = [word.removeprefix("ARGS=") for word in shlex.split(command, comments=True)[2:]]
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
@@ -123,14 +109,12 @@ def _has_flags(command: str) -> None:
 
 
 def _has_canary_flags(command: str) -> None:
-    """The command takes these flags."""
     question, *arguments = shlex.split(command, comments=True)[2:]
     told = _ask_for_help("extproc.cli", "canary", question)
     assert [argument for argument in arguments if argument.startswith("--") and argument not in told] == []
 
 
 def _has_a_project(command: str) -> None:
-    """There is something to install, with the extras that it names."""
     extras = re.fullmatch(r"\.(?:\[(\w+)\])?", shlex.split(command, comments=True)[-1])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert extras is not None
@@ -138,7 +122,6 @@ def _has_a_project(command: str) -> None:
 
 
 def _has_an_image(command: str) -> None:
-    """The image opens the ports that are published, and reads policies where they are mounted."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     ports = re.findall(r"--publish \d+:(\d+)", command)
     mounted = re.findall(r"--volume \S+?:([^\s:]+)", command)
@@ -148,7 +131,6 @@ def _has_an_image(command: str) -> None:
 
 
 def _renders(command: str) -> None:
-    """Helm's own engine takes the chart with the values that are set, and has the template that is asked for."""
     words = shlex.split(command.partition("|")[0], comments=True)
     assert ROOT / words[3] == CHART
     values: dict[str, Any] = {}
@@ -163,8 +145,6 @@ def _renders(command: str) -> None:
 
 
 class Instead(NamedTuple):
-    """Why a command is not typed, and what is looked at instead."""
-
     why: str
     check: Callable[[str], None]
 
@@ -195,9 +175,8 @@ def _instead(command: str) -> Instead | None:
 class Stays:
     """A command that runs until it is ended.
 
-    Attributes:
-        ready: is in its output once the reader can go on.
-        ends: how commands start that the reader ends first, because they use the same ports.
+    Attributes: ready: output after which the reader continues. ends: commands that the reader
+    ends first, because they use the same ports.
     """
 
     ready: str
@@ -248,10 +227,7 @@ anthropic.Anthropic(api_key="key").messages.create(model="m", max_tokens=9, mess
 
 
 class Reader:
-    """A reader who types what a page says, in a folder with the project in it and the page's examples saved as files."""
-
     def __init__(self, folder: Path, page: Path, addresses: Mapping[str, str]) -> None:
-        """Set up the folder; `addresses` stand in for those of the page."""
         self.folder = folder
         self._addresses = {
             **addresses,
@@ -291,11 +267,7 @@ class Reader:
         shutil.copy(ROOT / "envoy" / "policy.json", self.folder / "bundle.json")
 
     def type(self, command: str) -> str:
-        """Run a command of the page, which has to succeed.
-
-        Returns:
-            what it printed; nothing of one that stays.
-        """
+        """Run a command, which must succeed. Returns its output, nothing for one that stays."""
         here = self._localise(command)
         if stays := next((stays for start, stays in STAYING.items() if command.startswith(start)), None):
             for typed in [typed for typed in self._staying if typed.startswith(stays.ends)]:
@@ -312,7 +284,6 @@ class Reader:
         return done.stdout.replace("\r\n", "\n")
 
     def _localise(self, command: str) -> str:
-        """The command with free addresses of this machine."""
         for theirs, ours in self._addresses.items():
             command = command.replace(theirs, ours)
         if command.startswith("loopguard envoy-config"):
@@ -336,16 +307,11 @@ class Reader:
         return process
 
     def _is_used(self) -> bool:
-        """Whether Envoy has noticed that Loopguard is there again."""
         with urlopen(f"http://{self._envoy_admin}/clusters") as answer:
             return "\nloopguard::" in (told := answer.read().decode()) and "health_flags::/failed" not in told
 
     def end(self) -> list[str]:
-        """Close all terminals.
-
-        Returns:
-            the commands in them that had ended by themselves.
-        """
+        """Close all terminals. Returns the commands that had ended by themselves."""
         ended = [command for command, process in self._staying.items() if not process.runs()]
         for process in reversed(self._staying.values()):
             process.stop()
@@ -354,7 +320,6 @@ class Reader:
 
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[Server]:
-    """A real server for pages that need one."""
     made = Server()
     yield made
     made.stop()
@@ -362,7 +327,6 @@ def valkey() -> Iterator[Server]:
 
 @pytest.fixture
 def reader(page: Path, valkey: Server) -> Iterator[Reader]:
-    """The reader of a page."""
     authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(tls)
     upstream, provider = Upstream(), Upstream(tls)
@@ -390,8 +354,7 @@ _MOMENT = "within a second"
     shutil.which("curl") is None, reason="curl is not installed: the commands of README and docs are NOT tested"
 )
 @every_page
-def test_the_commands_of_a_page_do_what_it_says(page: Path, reader: Reader) -> None:
-    """Typed from top to bottom, every command succeeds, and prints what the page shows where it shows anything."""
+def test_commands_of_page_run(page: Path, reader: Reader) -> None:
     for command, shown in read_lines(page):
         if _instead(command) is None:
             printed = reader.type(command)
@@ -407,8 +370,7 @@ NOT_HERE = {command: instead for page in PAGES for command, _ in read_lines(page
 
 
 @pytest.mark.parametrize("command", NOT_HERE)
-def test_a_command_that_cannot_be_typed_here_is_one_that_exists(command: str) -> None:
-    """Its targets, flags, ports, paths and values are those of the project."""
+def test_untyped_commands_exist(command: str) -> None:
     NOT_HERE[command].check(command)
 
 
@@ -416,8 +378,7 @@ def test_a_command_that_cannot_be_typed_here_is_one_that_exists(command: str) ->
 
 
 @every_page
-def test_the_policies_of_a_page_are_good(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every policy that it shows loads without a warning; what a default means may be noted."""
+def test_policies_of_page_are_valid(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["validate", str(reader.folder / "policies")])
 
     told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
@@ -425,13 +386,11 @@ def test_the_policies_of_a_page_are_good(reader: Reader, capsys: pytest.CaptureF
 
 
 @every_page
-def test_the_yaml_of_a_page_is_yaml(page: Path) -> None:
-    """Every YAML example has keys and values, or is a list."""
+def test_yaml_of_page_parses(page: Path) -> None:
     assert [each for each in read_examples(page, "yaml") if not isinstance(yaml.safe_load(each.text), dict | list)] == []
 
 
-def test_the_credential_provider_of_the_docs_is_one() -> None:
-    """The example's function makes a provider as redis-py wants it."""
+def test_credential_provider_in_docs_works() -> None:
     (example,) = read_examples(ROOT / "docs" / "operations.md", "python")
     names: dict[str, Any] = {}
     exec(example.text, names)  # noqa: S102  # the page's own text
@@ -443,12 +402,10 @@ def test_the_credential_provider_of_the_docs_is_one() -> None:
 
 
 def read_section(heading: str) -> str:
-    """A section of the reference."""
     return REFERENCE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each key of a policy has an entry in the reference, below the heading of its object."""
     main(["schema"])
     parts = json.loads(capsys.readouterr().out)["$defs"]
     entries = {keys["description"]: set(keys["properties"]) for keys in parts.values()}
@@ -458,7 +415,6 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    """Each metric has an entry in the reference."""
     text = REFERENCE.read_text()
     metrics = Metrics()
     Pairs().show(metrics)
@@ -466,8 +422,7 @@ def test_every_metric_is_documented() -> None:
     assert [metric.name for metric in metrics.registry.collect() if f"\n|`{metric.name}" not in text] == []
 
 
-def test_every_flag_of_serve_is_documented_with_its_default() -> None:
-    """The reference lists the flags of `serve` and no other, each with its default."""
+def test_serve_flags_are_documented_with_defaults() -> None:
     table = re.findall(r"^\|`--([a-z-]+).*?`\|.*?\|(?:`(.*?)`)?[^`|]*\|$", read_section("Flags of `serve`"), re.MULTILINE)
     known = {item.name.replace("_", "-"): str(getattr(item.default, "text", item.default or "")) for item in fields(Settings)}
     del known["store-password"]  # environment only
@@ -477,8 +432,7 @@ def test_every_flag_of_serve_is_documented_with_its_default() -> None:
     }
 
 
-def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each flag that a page names is one of the command's, or of a tool of ours."""
+def test_documented_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
     for command in (*COMMANDS, "canary status"):
         with pytest.raises(SystemExit):
@@ -493,8 +447,7 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert [flag for flag in sorted(named) if not re.search(rf"{flag}\b", told)] == []
 
 
-def test_no_target_is_made_up() -> None:
-    """Each target of make that a page names in its text is one of the Makefile's."""
+def test_documented_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = {target for page in PAGES for target in re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", read_prose(page))}
 
@@ -505,22 +458,19 @@ def test_no_target_is_made_up() -> None:
 # ---- Pages
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    """Each page of docs is linked from it."""
+def test_readme_links_every_page() -> None:
     text = README.read_text()
 
     assert [page_id(page) for page in PAGES[1:] if f"({page_id(page)})" not in text] == []
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", read_prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @every_page
-def test_links_lead_somewhere(page: Path) -> None:
-    """Each relative link is a file of the project, and its anchor a heading of that page."""
+def test_links_resolve(page: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", read_prose(page)):
         target, _, anchor = link.partition("#")
@@ -533,8 +483,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_pictures_are_shown() -> None:
-    """Each picture of the docs is on a page."""
+def test_pictures_are_used() -> None:
     pictures = {path.name for path in (ROOT / "docs" / "images").iterdir()}
     shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+[.](?:png|svg|webp))", page.read_text())}
 

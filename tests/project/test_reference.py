@@ -1,5 +1,3 @@
-"""docs/reference.md is what the code says."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,15 +7,13 @@ import pytest
 from docs import generate
 
 
-def test_the_reference_is_up_to_date() -> None:
-    """What is committed is what `python docs/generate.py` would write."""
+def test_reference_is_current() -> None:
     assert generate.PAGE.read_text() == generate.make_page(), "run make reference"
 
 
-def test_the_command_reports_and_replaces_a_stale_page(
+def test_generate_reports_and_replaces_stale_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--check` exits with 1 and writes nothing; without it the page is written."""
     page = tmp_path / "reference.md"
     page.write_text("old")
     monkeypatch.setattr(generate, "PAGE", page)

@@ -1,4 +1,4 @@
-"""What is published: packages that are small, wheels that are equal, and workflows that name no owner."""
+"""Packages, reproducible wheels, and workflows that name no owner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ MAX_MEGABYTES = 75
 
 
 def list_packages(requirements: list[str]) -> set[str]:
-    """The names of all packages that these bring along here."""
     found: set[str] = set()
     waiting = [Requirement(text) for text in requirements]
     while waiting:
@@ -43,14 +42,12 @@ def list_packages(requirements: list[str]) -> set[str]:
 
 
 def measure(package: str) -> int:
-    """The bytes of a package's files, without bytecode."""
     found = importlib.metadata.distribution(package)
     paths = [Path(str(found.locate_file(file))) for file in found.files or () if file.suffix != ".pyc"]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def test_packages_are_small() -> None:
-    """All that is installed to run takes less than 75 MB, gRPC's library of 18 MB among it."""
+def test_dependencies_stay_small() -> None:
     packages = list_packages(PROJECT["project"]["dependencies"])
 
     assert {"uvloop", "grpcio", "genai-prices"} <= packages
@@ -59,12 +56,10 @@ def test_packages_are_small() -> None:
 
 
 def read_owner() -> dict[str, str]:
-    """What is filled in."""
     return dict(re.findall(r"^([A-Z_]+)=(.*)$", OWNER.read_text(), re.MULTILINE))
 
 
-def test_the_owner_fills_in_one_file() -> None:
-    """Each of its values is used where things are published, and CONTRIBUTING says so."""
+def test_release_uses_every_owner_setting() -> None:
     used = RELEASE.read_text()
 
     assert {"VENDOR", "LICENSE", "IMAGE_REGISTRY", "CHART_REGISTRY"} <= read_owner().keys()
@@ -73,8 +68,7 @@ def test_the_owner_fills_in_one_file() -> None:
 
 
 @pytest.mark.parametrize("part", ["image", "chart"])
-def test_nothing_is_published_before_that(part: str) -> None:
-    """A release says in one line which value is missing, and where it goes."""
+def test_release_names_missing_setting(part: str) -> None:
     done = subprocess.run([RELEASE, part], capture_output=True, text=True, check=False)
 
     assert done.returncode == 1
@@ -84,14 +78,12 @@ def test_nothing_is_published_before_that(part: str) -> None:
 
 
 @pytest.mark.parametrize("file", [*WORKFLOWS, RELEASE], ids=lambda file: file.name)
-def test_no_registry_is_named(file: Path) -> None:
-    """Where packages, images and charts come from and go to is the owner's affair, and that of each machine's settings."""
+def test_workflows_name_no_registry(file: Path) -> None:
     assert re.findall(r"://[\w-]+\.[\w.-]+|\b[\w-]+(?:\.[\w-]+)*\.(?:io|com|org|dev)\b", file.read_text()) == []
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
-def test_workflows_call_what_is_there(file: Path) -> None:
-    """A workflow is YAML, and each target of make and each script that it runs exists."""
+def test_workflows_call_existing_targets(file: Path) -> None:
     text = file.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -103,14 +95,12 @@ def test_workflows_call_what_is_there(file: Path) -> None:
 
 
 def list_jobs() -> list[tuple[str, dict[str, Any]]]:
-    """The jobs of GitHub's workflows, each with the name of its workflow and its own."""
     texts = {path.stem: path.read_text() for path in WORKFLOWS if ".github" in path.parts}
     return [(f"{stem}/{name}", job) for stem, text in texts.items() for name, job in yaml.safe_load(text)["jobs"].items()]
 
 
 @pytest.mark.parametrize("file", [path for path in WORKFLOWS if ".github" in path.parts], ids=lambda file: file.name)
-def test_actions_are_commits(file: Path) -> None:
-    """A tag can be moved, so each action is named by its commit, and a comment says which version that is."""
+def test_actions_are_pinned_to_commits(file: Path) -> None:
     used = re.findall(r"uses: (.+)", file.read_text())
 
     assert used
@@ -119,7 +109,6 @@ def test_actions_are_commits(file: Path) -> None:
 
 @pytest.mark.parametrize(("name", "job"), list_jobs(), ids=lambda given: given if isinstance(given, str) else "")
 def test_jobs_that_install_have_no_secret(name: str, job: dict[str, Any]) -> None:
-    """What a package index sends never runs beside a password, or where an identity can be used to publish."""
     ran = " ".join(step.get("run", "") for step in job["steps"])
     trusted = "secrets." in str(job) or "id-token" in job.get("permissions", {})
 
@@ -127,7 +116,6 @@ def test_jobs_that_install_have_no_secret(name: str, job: dict[str, Any]) -> Non
 
 
 def test_wheels_are_published_without_a_password() -> None:
-    """The index trusts the workflow and the pipeline by their identity."""
     job = dict(list_jobs())["release/publish-wheels"]
     pipeline = yaml.safe_load((ROOT / ".gitlab-ci.yml").read_text())["publish-wheels"]
 
@@ -140,11 +128,7 @@ def test_wheels_are_published_without_a_password() -> None:
 
 @pytest.mark.deep
 @needs_a_compiler
-def test_two_builds_are_equal(tmp_path: Path) -> None:
-    """The same sources in another folder, at another time, make the same compiled wheel, to the byte.
-
-    One module stands for all, because all of them take minutes.
-    """
+def test_wheel_build_is_reproducible(tmp_path: Path) -> None:
     made = []
     for name in ("one", "two"):
         send_context(tmp_path / name)

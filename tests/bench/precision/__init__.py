@@ -1,1 +1,1 @@
-"""`make precision`: how accurate policies are on conversations that people have labelled."""
+"""`make precision`: how accurate policies are on labelled conversations."""

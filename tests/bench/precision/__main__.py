@@ -1,4 +1,4 @@
-"""`make precision`: how accurate policies are on conversations that people have labelled.
+"""`make precision`: how accurate policies are on labelled conversations.
 
 Each line of a set is a JSON object: a conversation as its last request shows it, and a `label`. In a label, `loop` is true,
 false, or null if unclear; `begins` is the number of the model's first answer in the loop, starting at 1; `success` is whether
@@ -50,7 +50,6 @@ _MOST_SETTINGS = 64
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags."""
     parser = argparse.ArgumentParser(
         prog="tests.bench.precision", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +70,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge the sets and print the figures; returns the exit code."""
     options = make_parser().parse_args(arguments)
     try:
         return run(options)
@@ -81,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """As `main`; raises LoopguardError."""
     limit_integers()
     policies = _load_settings(options)
     engine = compile_policies(policies)
@@ -109,7 +106,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _load_settings(options: argparse.Namespace) -> PolicySet:
-    """The policies to compare; raises UsageError or BundleErrors."""
     policies = load_policies(options.policy or [find_preset(DEFAULT_PRESET)])
     pairs = [wish.partition("=") for wish in options.vary]
     if not all(equals for _, equals, _ in pairs):
@@ -119,7 +115,6 @@ def _load_settings(options: argparse.Namespace) -> PolicySet:
 
 
 def _judge_file(precision: Precision, path: Path) -> list[str]:
-    """What is wrong with lines that are no labelled conversations; all others are judged."""
     errors = []
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, 1):

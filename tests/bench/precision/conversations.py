@@ -1,7 +1,7 @@
-"""Parses a line of a labelled set into the requests of a conversation and its label. `__main__` has the format.
+"""Parses a line of a labelled set into a conversation's requests and its label. `__main__` has the format.
 
-A conversation is written as its last request, which contains all others: each of the model's answers had a request with
-everything before the answer. If the client left something out, the set has the requests themselves.
+A conversation is written as its last request, which contains all others: each answer of the model had a request with everything
+before it. If the client left something out, the set has the requests themselves.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _STEPS = "steps"
 
 
 class Label(NamedTuple):
-    """What people who read a conversation say about it.
+    """A person's judgement.
 
     Attributes:
-        loop: whether its agent loops; None if unclear.
-        begins: number of the model's first answer that is part of the loop, starting at 1; 0 if unknown.
-        success: whether the agent succeeded in the end; None if unknown.
-        kind: name of a group of conversations that are counted together; empty for none.
+        loop: whether the agent loops; None if unclear.
+        begins: number of the model's first answer in the loop, from 1; 0 if unknown.
+        success: whether the agent succeeded; None if unknown.
+        kind: group of conversations that are counted together; empty for none.
     """
 
     loop: bool | None
@@ -45,8 +45,6 @@ class Label(NamedTuple):
 
 
 class Labelled(NamedTuple):
-    """One conversation: its label, and the bodies of its requests, in order."""
-
     name: str
     label: Label
     path: str
@@ -63,10 +61,10 @@ _BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_conversation(line: bytes, folder: Path) -> Labelled:
-    """The conversation on a line; paths of files in it are relative to `folder`.
+    """The conversation on a line; paths of files are relative to `folder`.
 
     Raises:
-        UnusableError: it cannot be used; the text says what would be right.
+        UnusableError: says what would be right.
     """
     try:
         found = _OBJECT.decode(line)
@@ -128,7 +126,6 @@ def _read_file(folder: Path, name: str) -> dict[str, msgspec.Raw]:
 
 
 def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> list[bytes]:
-    """The bodies of the requests."""
     if "requests" in own:
         bodies = [bytes(raw) for raw in _decode(_LIST, own["requests"], "requests", "a list of bodies")]
         if not bodies or not all(body.startswith(b"{") for body in bodies):
@@ -153,7 +150,7 @@ def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> 
 
 
 def _find_ends(speakers: Sequence[str]) -> Iterator[int]:
-    """How many messages each request has: those before an answer of one or more messages, and all if the last is no answer."""
+    """The number of messages in each request: those before an answer, and all if the last message is no answer."""
     answering = False
     for place, speaker in enumerate(speakers):
         answers = speaker in (ASSISTANT, "")  # a thought begins an answer
@@ -167,7 +164,6 @@ def _find_ends(speakers: Sequence[str]) -> Iterator[int]:
 def _write_bodies(
     found: dict[str, msgspec.Raw], key: str, entries: Sequence[msgspec.Raw], ends: Iterable[int]
 ) -> Iterator[bytes]:
-    """The bodies, with each message unchanged."""
     rest = {name: value for name, value in found.items() if name != key}
     head = msgspec.json.encode(rest)[:-1] + (b"," if rest else b"") + b'"%b":[' % key.encode()
     texts = [bytes(entry) for entry in entries]
@@ -176,7 +172,7 @@ def _write_bodies(
 
 
 def _write_steps(steps: Sequence[TrajectoryStep]) -> Iterator[dict[str, Any]]:
-    """A trajectory (ATIF) as messages of chat completions; a result without a call becomes a user's message."""
+    """A trajectory (ATIF) as chat messages; a result without a call becomes a user's message."""
     try:
         for step in steps:
             yield from write_step(step)
@@ -185,7 +181,6 @@ def _write_steps(steps: Sequence[TrajectoryStep]) -> Iterator[dict[str, Any]]:
 
 
 def _list_tools(agent: msgspec.Raw) -> list[Any]:
-    """The tools that a trajectory's agent declares."""
     found = msgspec.json.decode(agent)
     tools = found.get("tool_definitions") if isinstance(found, dict) else None
     return tools if isinstance(tools, list) else []

@@ -1,4 +1,4 @@
-"""How accurate detectors are on labelled conversations.
+"""The accuracy of detectors on labelled conversations.
 
 Each conversation is replayed in full, whatever is done about its requests, with its own caller. A loop is found if a request
 that shows some of it is acted on; acting on an earlier request is too early. Shares have Wilson's intervals of 95 %.
@@ -43,7 +43,7 @@ _LONGEST_ID = 128
 
 
 class Proportion(NamedTuple):
-    """A share, and the confidence interval of the true share, from 0 to 1."""
+    """A share, with the confidence interval of the true share."""
 
     found: int
     of: int
@@ -52,7 +52,7 @@ class Proportion(NamedTuple):
 
 
 def make_share(found: int, of: int) -> Proportion:
-    """Compute a share with Wilson's score interval (E. B. Wilson, JASA 22, 1927)."""
+    """Wilson's score interval (E. B. Wilson, JASA 22, 1927)."""
     if not of:
         return Proportion(0, 0, 0.0, 1.0)
     share, square = found / of, _Z * _Z
@@ -62,13 +62,7 @@ def make_share(found: int, of: int) -> Proportion:
 
 
 class Judged(NamedTuple):
-    """What a setting did about one conversation.
-
-    Attributes:
-        place: its line.
-        sizes: length of each request's body, in bytes.
-        touched: for each level, the numbers of the requests acted on, starting at 1.
-    """
+    """The outcome of a conversation: the sizes of its requests, and for each level the numbers (from 1) of those acted on."""
 
     place: FilePlace
     name: str
@@ -77,16 +71,15 @@ class Judged(NamedTuple):
     touched: tuple[list[int], list[int]]
 
     def find_hit(self, level: int) -> int:
-        """The first request acted on that shows some of the loop, 0 for none; the first acted on if no begin is known."""
+        """The first request acted on that shows some of the loop, 0 for none."""
         return next((number for number in self.touched[level] if number > self.label.begins), 0)
 
     def is_early(self, level: int) -> bool:
-        """Whether a request was acted on before the loop begins."""
         return bool(self.touched[level]) and self.touched[level][0] <= self.label.begins
 
 
 class Setting:
-    """One detector of a policy, or all of its detectors together, and what it did about each conversation."""
+    """One detector of a policy, or all together, and its outcomes."""
 
     def __init__(self, policy: str, detector: str) -> None:
         self.policy = policy
@@ -99,7 +92,6 @@ class Precision:
     """Judges conversations by all policies in one pass."""
 
     def __init__(self, judge: Judge, policies: PolicySet, seconds: float) -> None:
-        """Start without conversations; their requests are `seconds` apart."""
         self.settings: dict[tuple[str, str], Setting] = {}
         self._sources: list[str] = []
         for policy in policies.list_acting():
@@ -112,7 +104,6 @@ class Precision:
         self._now = _BEGIN_MS
 
     def add(self, place: FilePlace, conversation: Labelled) -> None:
-        """Judge one conversation."""
         touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {key: ([], []) for key in self.settings}
         for number, body in enumerate(conversation.bodies, 1):
             self._now += self._step_ms
@@ -133,7 +124,6 @@ class Precision:
             setting.judged.append(Judged(place, conversation.name, conversation.label, sizes, touched[key]))
 
     def _record(self, caller: str, conversation: Labelled, body: bytes) -> Recorded:
-        """A request with everything that identifies its caller, which no other conversation has."""
         headers: dict[str, str | bool | None] = {"authorization": f"Bearer {caller}"}
         claims: dict[str, Any] = {}
         query = ""
@@ -195,7 +185,7 @@ def vary(policies: PolicySet, wishes: Sequence[tuple[str, list[Any]]], detector:
 
 
 def _change(entry: dict[str, Any], pairs: Sequence[tuple[str, Any]]) -> bool:
-    """Give an entry these values; returns whether it has all of the keys."""
+    """Set these values in an entry. Returns whether it has all of the keys."""
     wished = dict(pairs)
     kind = KINDS.get(wished.get("similarity", entry.get("similarity", "exact")))
     if kind is None or not all(_has(kind, key) for key in wished):
@@ -207,12 +197,10 @@ def _change(entry: dict[str, Any], pairs: Sequence[tuple[str, Any]]) -> bool:
 
 
 def _has(kind: type[Similarity], key: str) -> bool:
-    """Whether entries of a similarity have a key."""
     return key == "similarity" or key in kind.keys.model_fields or key not in SimilarityKeys.model_fields
 
 
 def summarize(setting: Setting) -> dict[str, Any]:
-    """The results of a setting, as JSON."""
     return {
         "policy": setting.policy,
         "detector": setting.detector,
@@ -222,7 +210,6 @@ def summarize(setting: Setting) -> dict[str, Any]:
 
 
 def count_conversations(judged: Sequence[Judged]) -> dict[str, int]:
-    """Counts of conversations by label, of requests and of bytes."""
     return {
         "conversations": len(judged),
         "requests": sum(len(each.sizes) for each in judged),
@@ -264,7 +251,7 @@ def _name(judged: Judged, request: int) -> dict[str, Any]:
 
 
 def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, list[tuple[int, int]]]]:
-    """Kind, label (`loop` or `other`), number of conversations, and for each setting how many were acted on and refused."""
+    """Kind, label, number of conversations, and for each setting the numbers acted on and refused."""
     rows = [setting.judged for setting in settings]
     groups = sorted({(each.label.kind, each.label.loop is True) for each in rows[0] if each.label.loop is not None})
     for kind, loop in groups:
@@ -274,7 +261,7 @@ def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, lis
 
 
 def read_values(text: str) -> list[Any]:
-    """The values of a flag: a JSON list, or values separated by commas, each JSON or else a text."""
+    """The values of a flag: a JSON list, or values separated by commas, each JSON or text."""
     if text.startswith("["):
         try:
             values = msgspec.json.decode(text.encode())
