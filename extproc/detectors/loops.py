@@ -37,7 +37,6 @@ from extproc.apis import open_conversation
 from extproc.apis.conversation import OTHER_ROLE
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
-from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
     NORMALIZED,
@@ -151,10 +150,9 @@ class History(Newest[AnyTurn]):
         self.elsewhere = elsewhere
         self.after = after
 
-    def count_nested(self) -> tuple[int, bytes]:
-        """How often the user's newest message begins with the same words, and their digest; see `nesting.py`."""
-        times, words = count_nested(self.reading.read_words()) if self.reading is not None else (0, "")
-        return times, digest(words.encode()) if times else b""
+    def read_prompt(self) -> str:
+        """The user's text in the newest message of the request; empty if that is not a user's."""
+        return self.reading.read_words() if self.reading is not None else ""
 
     def shows_newest(self) -> bool:
         """Whether the newest turn can be compared.

@@ -1,6 +1,9 @@
-"""Nested prompts: a program repeatedly puts a complaint before its own request: `Try again: Try again: ...`.
+"""Prompts that repeat themselves.
 
-Takes linear time: of the places where the beginning of the text recurs, a bounded number is tried.
+At the start, a program repeatedly puts a complaint before its own request: `Try again: Try again: ...`. At the end, a prompt
+that contains the whole history as text shows the same step again and again, perhaps before a few lines of instructions.
+
+Takes linear time: the number of places where the text may recur, and of lines at the end, is bounded.
 """
 
 from __future__ import annotations
@@ -15,6 +18,17 @@ _MOST: Final = 32
 """Minimum and maximum number of repetitions; more are deliberate padding."""
 
 _TRIES: Final = 64
+
+_SHORTEST_BLOCK: Final = 30
+"""Minimum length of a repeated block at the end of a text, in bytes; several shorter ones are taken as one."""
+
+_MOST_LINES: Final = 256
+_MOST_BEHIND: Final = 8
+"""Number of lines to look at, and maximum number of lines behind the last block."""
+
+_DIGITS: Final = b"0123456789"
+_DATA: Final = _DIGITS + b"{}[]()<>|,\"'"
+"""Characters with which lines of data begin."""
 
 
 def count_nested(text: str) -> tuple[int, str]:
@@ -33,6 +47,40 @@ def count_nested(text: str) -> tuple[int, str]:
             return _count(text, words)
         size = text.find(text[:_SHORTEST], size + 1)
     return 0, ""
+
+
+def count_endings(text: str, least: int) -> tuple[int, bytes]:
+    r"""Count how many times in a row a text ends with the same step of at least two lines, ignoring numbers and empty lines.
+
+    Up to eight other lines may follow the last step. Steps in a quoted block are not counted, nor are lines of data, such as
+    those of a log or a table.
+
+    Returns:
+        The number and the step; 0 and nothing if the number is below `least`.
+
+    >>> count_endings("List files.\n" + "Action: list_files\nResult: error after 3 s\n" * 4 + "What is next?", 4)
+    (4, b'Action: list_files\nResult: error after  s')
+    """
+    if len(text) < least * _SHORTEST_BLOCK:
+        return 0, b""
+    newest = text.encode("utf-8", "replace").rsplit(b"\n", _MOST_LINES)[-_MOST_LINES:]
+    lines = [stripped for line in newest if (stripped := line.strip())]
+    plain = [line.translate(None, _DIGITS) for line in lines]
+    for end in range(len(plain), max(0, len(plain) - _MOST_BEHIND - 1), -1):
+        if sum([line.startswith(b"```") for line in lines[end:]]) % 2:
+            continue
+        last = plain[end - 1]
+        alike = next((place for place in range(1, end) if plain[end - 1 - place] != last), end)
+        for size in range(alike + 1, end // least + 1):  # a shorter block is one line, again and again
+            if plain[end - 1 - size] != last:
+                continue
+            block, times = plain[end - size : end], 1
+            while plain[end - size * (times + 1) : end - size * times] == block:
+                times += 1
+            times //= -(-_SHORTEST_BLOCK // sum([len(line) for line in block]))
+            if times >= least and not all(line[:1] in _DATA for line in lines[end - size : end]):
+                return times, b"\n".join(block)
+    return 0, b""
 
 
 def _count(text: str, words: str) -> tuple[int, str]:

@@ -33,8 +33,9 @@ from extproc.detectors.loops import (
     follow,
     only_speaks,
 )
+from extproc.detectors.nesting import count_endings, count_nested
 from extproc.detectors.tools import find_window_errors
-from extproc.detectors.turn import MISSING, Turn
+from extproc.detectors.turn import MISSING, Turn, digest
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
 from extproc.request.quoting import quote_all
@@ -45,6 +46,7 @@ MAX_TOOL_THRESHOLD = 30
 """A threshold t takes the last 2t + 4 turns, and at most 64 are looked at."""
 
 NESTED_PROMPT = "nested_prompt"
+REPEATED_ENDING = "repeated_ending"
 NO_TURNS = "no turns: the assistant has not done anything yet"
 _FAILING = "Tool failing"
 _WIDESPREAD = "It fails in the same way for other agents at this time, so its server is probably the cause"
@@ -129,9 +131,9 @@ class Turns(HistorySimilarity):
         history = self.rule.read(document)
         newest = history.at(0)
         if newest is None or not newest.known:
-            nested = self._find_nested(history)
-            if nested is not None:
-                return nested
+            repeated = self._find_in_prompt(history)
+            if repeated is not None:
+                return repeated
         if history.elsewhere:
             raise NotCounted("no_history")
         if newest is None and not history.names_speakers():
@@ -170,19 +172,22 @@ class Turns(HistorySimilarity):
             found = self.look_back(history, found, place)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
-    def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
-        """The loop of a nested prompt, if the assistant has not done anything yet. It is weak."""
-        times, words = history.count_nested()
+    def _find_in_prompt(self, history: History) -> tuple[bytes, Repeat] | None:
+        """The loop of a prompt that repeats itself, if the assistant has not done anything yet. It is weak."""
+        text = history.read_prompt()
+        times, words = count_nested(text)
+        step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
+        if step >= 0:
+            found = Repeat((), times, times, self.rule.threshold, results=True, rule=NESTED_PROMPT, step=step, strength=WEAK)
+            if self._patient is not None:
+                reach = next((reach for reach, rule in self._patient if rule.threshold <= times), None)
+                found = found._replace(step=min(step, reach or 0), held=reach is None)
+            return digest(words.encode()), found
+        times, lines = count_endings(text, self.rule.threshold + 1)
         if not times:
             return None
-        step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
-        if step < 0:
-            return None
-        found = Repeat((), times, times, self.rule.threshold, results=True, rule=NESTED_PROMPT, step=step, strength=WEAK)
-        if self._patient is not None:
-            reach = next((reach for reach, rule in self._patient if rule.threshold <= times), None)
-            found = found._replace(step=min(step, reach or 0), held=reach is None)
-        return words, found
+        found = Repeat((), times, times, self.rule.threshold + 1, results=True, rule=REPEATED_ENDING, strength=WEAK)
+        return digest(lines), found._replace(held=True, notes_only=True)
 
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that finds one; None for none."""
@@ -371,6 +376,11 @@ def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
     return what, "the original prompt, with one new instruction"
 
 
+def _explain_repeated_ending(repeat: Repeat) -> tuple[str, str]:
+    what = f"the prompt ends with the same step {repeat.count} times in a row, ignoring numbers"
+    return what, "another action, or a different result"
+
+
 _EXPLAIN = {
     REPEAT: _explain_repeat,
     RESULT: _explain_result,
@@ -378,4 +388,5 @@ _EXPLAIN = {
     ERROR: _explain_error,
     SIMILAR_ERROR: _explain_similar_error,
     NESTED_PROMPT: _explain_nested_prompt,
+    REPEATED_ENDING: _explain_repeated_ending,
 }

@@ -29,6 +29,7 @@ _RULES = {
     " results were the same error": "error",
     " turns returned the same result": "result",
     "the prompt begins ": "nested_prompt",
+    "the prompt ends ": "repeated_ending",
     " turns were ": "repeat",
     " tool calls were ": "calls",
     "was part of a loop": "cooldown",

@@ -30,6 +30,7 @@ WORDS: Final = {
     "error": "the same error, whatever was tried",
     "similar_error": "the same error but for numbers, whatever was tried",
     "nested_prompt": "a prompt that contains itself",
+    "repeated_ending": "a prompt that ends with the same lines again and again",
 }
 """What a loop is, by the detector's rule."""
 

@@ -26,7 +26,7 @@ Begin!
 
 """
 EXAMPLES = "".join(
-    f"Question: who is no. {n}?\nThought 1: I look.\nAction 1: Search[lamps]\nObservation 1: Nothing.\n"
+    f"Question: who is {'ABCDEF'[n]}?\nThought 1: I look.\nAction 1: Search[lamps]\nObservation 1: Nothing.\n"
     "Thought 2: Again.\nAction 2: Finish[nobody]\n\n"
     for n in range(6)
 )
@@ -193,6 +193,61 @@ def test_what_only_looks_like_nesting_is_none(text: str) -> None:
 def test_nesting_behind_turns_is_none() -> None:
     """A conversation has its turns to judge by."""
     assert look(chat(COMPLAINT * 9 + TASK, "Hi", "Hello!")).action == "allow"
+
+
+STEPS = [
+    "You asked: search for lamps\nYou got: nothing",
+    "> open door\nThe door is locked.\n",
+    "$ make test\nmake: *** No rule to make target 'test'.  Stop.",
+    "Step 3: look at the page\nResult: the page is empty, it took 12 ms",
+    "Thought: I should try again.\n<tool>list_files</tool>\n<result>\n\n</result>",
+    "SELECT * FROM lamps;\n[]\nReward: 0.0",
+]
+"""Steps of agents, as programs write them into one prompt."""
+
+INSTRUCTIONS = ["", "What is next?", "Thought:", "\nYou have 3 steps left.\nAnswer with one action.\n\nAction:", "\n" * 8]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_prompt_that_repeats_its_end_gets_a_note(step: str) -> None:
+    """From the fourth time on, whatever follows; it never gets more than a note."""
+    step += "\n"
+    for behind in INSTRUCTIONS:
+        body = chat("Find the lamps.\n" + step * 4 + behind)
+        told = look(body)
+        assert (told.action, told.rule, told.count, find_strength(body)) == ("steer", "repeated_ending", 4, "weak")
+        assert act("Find the lamps.\n" + step * 3 + behind) == "allow"
+        assert act("Find the lamps.\n" + step * 40 + behind) == "steer"
+    assert look({"model": "m", "prompt": step * 4}).action == "warn"
+    assert look(chat(step * 9, "Hi", "Hello!")).action == "allow"
+
+
+DATA = [
+    "2026-01-01 12:00:{n:02} INFO worker started\n2026-01-01 12:01:{n:02} INFO worker ended",
+    "{n},lamp,red,{n}\n{n},chair,blue,{n}",
+    "| {n} | lamp | red |\n|---|---|---|",
+    '"id": {n}, "name": "lamp"\n"id": {n}, "name": "chair"',
+    "    at com.example.lamps.Lamp.light(Lamp.java:12)",
+    "Question: what is a lamp of kind {letter}?\nAnswer: a lamp of kind {letter}.",
+    "la la la la la la la la la la la la",
+    "{n:02} 3f 1c aa\n{n:02} 00 ff 1d",
+]
+"""Lines of logs, tables, data, examples and songs."""
+
+
+@pytest.mark.parametrize("lines", DATA)
+def test_data_at_the_end_of_a_prompt_is_no_loop(lines: str) -> None:
+    """Rows that differ only in numbers, examples, and one line again and again; nor are steps that somebody quotes."""
+    rows = "\n".join([lines.format(n=n, letter=chr(65 + n)) for n in range(12)])
+
+    for behind in INSTRUCTIONS:
+        assert act(f"What is this?\n{rows}\n{behind}") == "allow"
+
+
+def test_quoted_steps_are_no_loop() -> None:
+    quoted = "\n".join(STEPS[:1] * 9)
+
+    assert act(f"Why does my agent do this?\n```\n{quoted}\n```\nThank you.") == "allow"
 
 
 def complained(times: int, said: str = "Your response did not contain an action, attempt {}.") -> dict[str, Any]:
