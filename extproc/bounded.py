@@ -13,9 +13,9 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Key, Value]):
-    """Answers in two generations: when the younger one is full, the older one is dropped. Answers in use move to the younger.
+    """A cache in two generations: when the younger is full, the older is dropped. Answers in use move to the younger.
 
-    Finding an answer needs no bookkeeping, which is why the hot path uses it.
+    A lookup needs no bookkeeping, which is why the hot path uses it.
     """
 
     def __init__(self, most: int, measure: Callable[[Key, Value], int] | None = None) -> None:
@@ -23,8 +23,8 @@ class Memo(Generic[Key, Value]):
 
         Args:
             most: the size of each generation.
-            measure: returns the size of an answer, such as its bytes; None counts each as 1. Answers larger than `most` are not
-                kept.
+            measure: returns the size of an answer, such as its bytes; None counts each as 1. Answers larger than `most` are
+                not kept.
         """
         self._most = most
         self._measure = measure
@@ -79,10 +79,10 @@ class _LRUEntry(Generic[Value]):
 
 
 class LRU(Generic[Key, Value]):
-    """Values by key; when there are too many, the least recently used one is dropped.
+    """A cache of a fixed number of values that drops the least recently used one.
 
-    Using a value only stores a number. Values are sorted only when one has to be dropped. That order serves for as many
-    evictions as there were values; values used since then are skipped.
+    Using a value only stores a number. Values are sorted only when one has to be dropped. Later evictions take the next
+    value of that order and skip those used since.
 
     Attributes:
         uses: the number of times that a value was used or added.
@@ -94,7 +94,7 @@ class LRU(Generic[Key, Value]):
         self._most = most
         self._entries: dict[Key, _LRUEntry[Value]] = {}
         self._order: list[Key] = []  # the least recently used is last
-        self._ordered = 0  # when the last of these was used
+        self._ordered = 0  # the highest `used` when it was sorted
 
     def __len__(self) -> int:
         """The number of values."""
@@ -137,7 +137,7 @@ class LRU(Generic[Key, Value]):
         return None if entry is None else entry.value
 
     def find_oldest(self) -> Key:
-        """The key of the least recently used value; there has to be one."""
+        """The key of the least recently used value; the cache must not be empty."""
         entries = self._entries
         while True:
             while self._order:

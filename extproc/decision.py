@@ -1,4 +1,4 @@
-"""The answer to one request: the outcome of each detector, and the decision of all together."""
+"""The decision about one request, made from the outcomes of all detectors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DONE: Final = {
     Action.LAND: "landed",
     Action.REJECT: "refused",
 }
-"""What reports call a request on which an action was taken."""
+"""The past participle of each action, for reports."""
 
 _ACTING: Final = frozenset(Action) - {Action.ALLOW}
 
@@ -54,13 +54,13 @@ class Reason(str, Enum):
 
 
 UNREADABLE: Final = "unreadable"
-"""Why a request is not counted if an error in Loopguard keeps it from reading the body."""
+"""Why a request is not counted: an error in Loopguard while it read the body."""
 
 _SPEAKS: Final = {Reason.LOOP_DETECTED: 2, Reason.SESSION_LIMIT_EXCEEDED: 1}
-"""The rank of reasons of equal actions."""
+"""Which reason wins between equal actions; the highest does."""
 
 MISSING: Final = "missing_descriptor"
-"""Why a request is not counted if it does not tell whose it is."""
+"""Why a request is not counted: nothing identifies its caller."""
 
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "responses_websocket": (426, "it opens a WebSocket for calls that Loopguard could not see"),
@@ -81,27 +81,27 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),
 }
-"""Reasons for uncounted requests that clients can cause, with status and words for policies that forbid them."""
+"""Why a request is not counted, where a client can cause it: status and text for policies that refuse such requests."""
 
 
 STRONG: Final = "strong"
 WEAK: Final = "weak"
-"""Strength of the evidence for a loop: stuck agents repeat errors and long results, legitimate work short answers and talk."""
+"""Strength of the evidence: stuck agents repeat errors and long results; legitimate work repeats short results and talk."""
 
 
 class ToolFailure(NamedTuple):
-    """How a tool fails: its name, and a digest of its result."""
+    """A tool's name and a digest of its failing result."""
 
     tool: str
     digest: str
 
 
 class EarlierLoops(NamedTuple):
-    """The loops that a history showed earlier.
+    """The loops in earlier states of a history.
 
     Attributes:
-        last: without its newest turn; None for no loop.
-        earlier: without its two newest turns; None for no loop, or if `last` is not in question.
+        last: the loop without the newest turn, or None.
+        earlier: the loop without the two newest turns; None also if `last` was not looked for.
         compared: the turn that `last` repeats, as for a fingerprint.
     """
 
@@ -111,22 +111,22 @@ class EarlierLoops(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A loop, or how near one is, as a conversation's own history shows it.
+    """A loop, or the beginning of one, in a conversation's own history.
 
     Attributes:
         tools: the tool, or the tools of a cycle in the order in which they are called.
         count: number of equal calls, or of rounds of the cycle.
         calls: number of calls looked at.
-        threshold: the count from which on it is a loop.
-        results: the results were compared, too, and are equal.
+        threshold: the count at which it is a loop.
+        results: whether the results were compared and are equal, too.
         reason: the operator's words about it; empty if there are none.
-        rule: the similarity's rule that applies, if it has several.
-        step: index of the detector's threshold that applies, the lowest being 0.
+        rule: which of the similarity's rules applies, if it has several.
+        step: index of the detector's threshold that applies; the lowest is 0.
         strength: STRONG or WEAK; empty if unknown.
-        held: it is weak, and has not repeated often enough for more than the mildest action.
-        notes_only: it gets a note for the model or a warning at most, whatever else the policy names.
-        widespread: a tool fails in this way for many sessions.
-        before: what the history showed earlier; None if nothing looked.
+        held: whether it is weak and has not repeated often enough for more than the mildest action.
+        notes_only: whether it gets at most a note or a warning, whatever actions the policy names.
+        widespread: whether a tool fails in this way for many sessions.
+        before: the loops in earlier states of the history; None if these were not examined.
     """
 
     tools: tuple[str, ...]
@@ -150,7 +150,7 @@ class Repeat(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """How strictly it is acted on: 0 for not at all, 1 if it is held, from 2 on by the step."""
+        """How strictly it is acted on: 0 not at all, 1 if held, else 2 plus the step."""
         if not self.looping:
             return 0
         return 1 if self.held else self.step + 2
@@ -160,10 +160,10 @@ class Advice(NamedTuple):
     """What a model is told about a loop.
 
     Attributes:
-        what: what repeated, and how often; the start of a sentence.
+        what: what repeated, and how often; begins a sentence.
         reason: the operator's words about it; empty if there are none.
         instead: what to do, in whole sentences.
-        about: heading of the advice.
+        about: the heading.
     """
 
     what: str
@@ -173,13 +173,13 @@ class Advice(NamedTuple):
 
 
 class Framed(NamedTuple):
-    """A refusal in the format of its request's protocol.
+    """A refusal in the format of the request's protocol.
 
     Attributes:
         status: HTTP status.
         content_type: content type of the body.
         body: the whole body.
-        headers: the protocol's further headers.
+        headers: further headers that the protocol requires.
     """
 
     status: int
@@ -189,16 +189,16 @@ class Framed(NamedTuple):
 
 
 class Subject(Protocol):
-    """What a request is about: its detector's similarity, or what that found in this request."""
+    """What was compared: the detector's similarity, or its finding in this request. It writes the messages."""
 
     @property
     def threshold(self) -> int | None:
-        """Replaces the detector's threshold; None keeps it."""
+        """Overrides the detector's threshold unless None."""
         ...
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """The tools that it calls, if the detector looks at tools."""
+        """The tools that the request calls, if the detector looks at tools."""
         ...
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:
@@ -206,7 +206,7 @@ class Subject(Protocol):
         ...
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
-        """What `write_message` says, for a request that is let through."""
+        """The content of `write_message`, for the note in a request that is let through."""
         ...
 
     def frame(self, message: str, accept: str) -> Framed | None:
@@ -231,21 +231,21 @@ class RefusalForm(NamedTuple):
 
 
 class Outcome:
-    """What one detector of a policy made of the request; never changed.
+    """The result of one detector of a policy for one request; immutable.
 
     Attributes:
         mode: `enforce` or `shadow`.
-        action: ALLOW unless the policy saw a loop.
+        action: ALLOW unless the policy detected something.
         fingerprint: 8 hex digits.
         tenant: 16 hex digits.
         count: identical requests, including this one.
         span_ms: time since the first of these, in milliseconds.
         window_seconds: the policy's window.
         delay_ms: how long to hold the request; 0 unless throttled.
-        retry_after: seconds until a repeat makes sense; None if unknown.
-        detector: the name of its loop_detection entry.
-        subject: what was compared, which writes the messages.
-        repeat: what the request's own history shows; None if requests are counted.
+        retry_after: seconds until a retry makes sense; None if unknown.
+        detector: the name of the loop_detection entry.
+        subject: what was compared; writes the messages.
+        repeat: the finding in the request's own history; None for detectors that count requests.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -295,9 +295,9 @@ class Outcome:
         return [tool] if tool else []
 
     def strictness(self) -> tuple[int, int, int]:
-        """Orders outcomes: reject > land > throttle > steer > warn > allow.
+        """The sort key of outcomes: reject > land > throttle > steer > warn > allow.
 
-        Of equal actions, a loop speaks before a session, and a session before a budget; then the longest delay or Retry-After.
+        Between equal actions, a loop precedes a session, and a session a budget; then the longest delay or Retry-After wins.
         """
         return SEVERITY[self.action], _SPEAKS.get(self.reason, 0), self.delay_ms or self.retry_after or 0
 
@@ -326,9 +326,9 @@ class Decision:
     """What all policies together decide about one request.
 
     Attributes:
-        lead: the strictest outcome of the enforcing policies that saw something; None lets the request through untouched.
-        warning: a policy with action warn fired.
-        shadow: the strictest outcome that a shadow policy would have had; never has an effect.
+        lead: the strictest outcome of the enforcing policies, other than ALLOW; None lets the request through untouched.
+        warning: whether a policy with action warn fired.
+        shadow: the strictest outcome of the shadow policies; never has an effect.
         steer: the outcome that the note for the model is about; None for none.
         trace: every policy's outcome, in bundle order, enforcing ones first.
     """
@@ -360,18 +360,17 @@ class Decision:
         return Decision(refused, self.shadow, trace, warning=self.warning, steer=self.steer)
 
     def let_pass(self) -> Decision:
-        """A copy for a request of which a part has been sent on: it can only be warned about."""
+        """A copy for a request that has been forwarded in part: only a warning is left."""
         lead = self.lead.change_action(Action.WARN) if self.lead is not None else None
-        return Decision(lead, self.shadow, self._warn_of(_ACTING), warning=self.warning)
+        return Decision(lead, self.shadow, self._warn_instead_of(_ACTING), warning=self.warning)
 
     def warn_instead(self) -> Decision:
-        """A copy for a request that cannot be edited: actions that need a note become warnings."""
-        trace = self._warn_of(NOTED)
+        """A copy for a request that cannot be edited: actions that add a note become warnings."""
+        trace = self._warn_instead_of(NOTED)
         lead = find_strictest([outcome for outcome in trace if outcome.mode == "enforce"])
         return Decision(lead, self.shadow, trace, warning=True)
 
-    def _warn_of(self, actions: Collection[Action]) -> list[Outcome]:
-        """The outcomes, with warnings in place of these actions."""
+    def _warn_instead_of(self, actions: Collection[Action]) -> list[Outcome]:
         return [
             outcome.change_action(Action.WARN) if outcome.action in actions and outcome.mode == "enforce" else outcome
             for outcome in self.trace
@@ -379,7 +378,7 @@ class Decision:
 
 
 def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
-    """Decide by the outcomes of enforcing policies and of shadow policies, both in bundle order."""
+    """Decide from the outcomes of enforcing policies (`trace`) and of shadow policies (`watching`), both in bundle order."""
     loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
     lead, steer, warning = None, None, False
     if loops:
@@ -395,5 +394,5 @@ def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
 
 
 def find_strictest(outcomes: Sequence[Outcome]) -> Outcome:
-    """The strictest of one or more outcomes, the first among equals."""
+    """The strictest of one or more outcomes; the first of equal ones."""
     return max(outcomes, key=Outcome.strictness) if len(outcomes) > 1 else outcomes[0]

@@ -1,4 +1,4 @@
-"""Errors, each with what its recipient needs: a message for people, a status code for a peer."""
+"""Errors, each with what its recipient needs: a message for people or a status code for a peer."""
 # interpreted: only exceptions
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LoopguardError(Exception):
 
 
 class UsageError(LoopguardError):
-    """A flag or an environment variable that cannot be used; the command exits 2."""
+    """An invalid flag or environment variable; the command exits 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BundleError:
 
 
 class BundleErrors(LoopguardError):
-    """Every error of every policy file, in the order of files and then of places."""
+    """Every error of every policy file, ordered by file and place."""
 
     def __init__(self, errors: Sequence[BundleError]) -> None:
         self.errors = tuple(errors)
@@ -53,7 +53,7 @@ def excerpt(problems: Sequence[object]) -> list[str]:
 
 
 class BadOrderError(LoopguardError):
-    """An operator's order is invalid; the message has everything that is wrong with it."""
+    """An operator's order is invalid; the message lists everything that is wrong with it."""
 
 
 class StoreError(LoopguardError):
@@ -65,7 +65,7 @@ class StoreError(LoopguardError):
 
 
 class PartlyAwayError(StoreError):
-    """Some servers of the store have counted, and others could not; `answers` has None in place of each of theirs."""
+    """Some servers of the store have counted and others could not; `answers` has None for each of the latter."""
 
     def __init__(self, message: str, *, kind: str, answers: list[Any]) -> None:
         self.answers = answers

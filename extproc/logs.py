@@ -1,4 +1,4 @@
-"""Log lines for people or machines, and limits on their rate."""
+"""Log lines as text or JSON, and limits on their rate."""
 # interpreted: subclasses of logging's classes, for a few lines
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RateLimit:
         self._suppressed = 0
 
     def admit(self, now: float) -> int | None:
-        """None if the event must be dropped, else the number dropped before it; `now` is in seconds of a monotonic clock."""
+        """None to drop the event, else the number of events dropped before it; `now` is monotonic, in seconds."""
         second = int(now)
         if second != self._second:
             self._second, self._passed = second, 0
@@ -36,7 +36,7 @@ class RateLimit:
 
 
 class Reminder:
-    """Lets one event through per interval, and counts those in between."""
+    """Lets one event through per interval and counts those in between."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -44,7 +44,7 @@ class Reminder:
         self._events = 0
 
     def count(self, now: float) -> int:
-        """Count an event at `now`; returns the number since the last one that was let through, or 0 to drop it."""
+        """Count an event; returns 0 to drop it, else the number of events since the last one let through."""
         self._events += 1
         if now < self._next:
             return 0
@@ -54,7 +54,7 @@ class Reminder:
 
 
 def make_extra(**values: object) -> dict[str, Any]:
-    """Arguments for logging's `extra=`: fields that follow the message, or are beside it in JSON."""
+    """The argument for logging's `extra=`: fields to print after the message, or as members of the JSON line."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
@@ -88,8 +88,7 @@ class _Json(logging.Formatter):
         return write_json({**line, **getattr(record, "fields", {})})
 
 
-def _list_parts(value: object) -> object:
-    """A value that JSON does not have: a set as a list, anything else as a text."""
+def _convert_unsupported(value: object) -> object:
     return sorted(value, key=str) if isinstance(value, AbstractSet) else str(value)
 
 
@@ -102,10 +101,10 @@ def escape_controls(text: str) -> str:
 
 def write_json(value: object, indent: int | None = None) -> str:
     """A value as JSON of printable ASCII; `json` alone leaves DEL as it is."""
-    return json.dumps(value, indent=indent, default=_list_parts).replace("\x7f", "\\u007f")
+    return json.dumps(value, indent=indent, default=_convert_unsupported).replace("\x7f", "\\u007f")
 
 
 def _quote(value: object) -> str:
-    """A value, quoted if it could be misread or break the line; what has parts, and what is no text, as JSON."""
+    """A plain word as it is; any other value as JSON, because it could be misread or break the line."""
     plain = isinstance(value, str) and value and value.isprintable() and not any(mark in value for mark in ' "=')
     return str(value) if plain else write_json(value)

@@ -1,9 +1,9 @@
-"""How much memory this process may fill with what requests make it remember: half of what its container may use.
+"""How much memory counts, caches and tables may take: half of the container's limit.
 
-The other half is for the program itself, its policies, operators' orders and requests under way. `SHARES` divides the first
-half; each part knows the size of what it keeps, in bytes, and drops the oldest.
+The other half is for the program itself, its policies, operators' orders and requests in progress. `SHARES` divides the first
+half. Each part tracks its size in bytes and drops its oldest entries.
 """
-# interpreted: read once, at the start
+# interpreted: read once, at startup
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 SHARES: Final = {"counts": 0.5, "messages": 0.25, "tables": 0.25}
-"""Parts of that half: the store in memory, or the counts of this process while a shared store is away; messages of
-conversations that are under way; and what people look at: tables, and the reports of other replicas."""
+"""Shares of that half: counts of the memory store, or of this process while a shared store is down; cached messages of active
+conversations; and the tables of the admin port, with the reports of other replicas."""
 
 MOST_MESSAGES: Final = 64 * 2**20
-"""More memory for messages, in bytes, makes no more of them known."""
+"""Maximum bytes for cached messages; more memory does not improve the hit rate."""
 
 _USUAL: Final = 512 * 2**20
-"""A process that may use this many bytes or more has tables of the usual size."""
+"""With at least this many bytes, tables have their usual size."""
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _NO_LIMIT: Final = 2**60
-"""Version 1 of cgroups writes a number near 2**63 for no limit."""
+"""cgroups v1 shows a number near 2**63 for no limit."""
 
 _MEBIBYTE: Final = 2**20
 
 
 class Memory(NamedTuple):
-    """Memory of a process.
+    """The memory limit of a process.
 
     Attributes:
         limit: bytes that the process may use.
@@ -43,16 +43,16 @@ class Memory(NamedTuple):
     source: str
 
     def share(self, part: str) -> int:
-        """The bytes that a part of `SHARES` may take."""
+        """The bytes for a part of `SHARES`."""
         return int(self.limit / 2 * SHARES[part])
 
     @property
     def messages(self) -> int:
-        """The bytes that cached messages may take."""
+        """The bytes for cached messages."""
         return min(MOST_MESSAGES, self.share("messages"))
 
     def scale(self, most: int) -> int:
-        """The size of a table that usually has `most` rows."""
+        """The number of rows for a table that usually has `most`."""
         return max(1, min(most, most * self.limit // _USUAL))
 
     def describe(self) -> str:
@@ -64,15 +64,15 @@ class Memory(NamedTuple):
 
 @cache
 def read_memory() -> Memory:
-    """The memory of this process, as it was at the first call."""
+    """The memory limit of this process, found at the first call."""
     return find_memory()
 
 
 def find_memory(cgroups: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> Memory:
-    """Find the lowest limit: of the machine, of the process (`ulimit -d`, `ulimit -v`), or of its cgroup or one above it."""
+    """Find the lowest limit: of the machine, the process (`ulimit -d`, `ulimit -v`), its cgroup or a cgroup above it."""
     machine = Memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's memory")
     limits = [machine, *_list_own_limits()]
-    for file in _list_files(cgroups, own):
+    for file in _list_limit_files(cgroups, own):
         try:
             text = file.read_text(encoding="ascii").strip()
         except (OSError, ValueError):
@@ -89,11 +89,11 @@ def _list_own_limits() -> Iterator[Memory]:
             yield Memory(soft, name)
 
 
-def _list_files(cgroups: Path, own: Path) -> Iterator[Path]:
-    """The files with limits of the process's cgroup and of those above it.
+def _list_limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
+    """The limit files of the process's cgroup and of those above it.
 
-    A line of `/proc/self/cgroup` is `0::/PATH` for version 2 and `N:memory:/PATH` for version 1 (cgroups(7)). In a container,
-    the path may be that of the host, and only the root is visible.
+    A line of `/proc/self/cgroup` is `0::/PATH` in version 2 and `N:memory:/PATH` in version 1 (cgroups(7)). In a container,
+    the path may be the host's, and only the root is visible.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()

@@ -1,5 +1,5 @@
-"""Every metric, named once. No label takes a value that a client chooses."""
-# interpreted: names what is counted elsewhere; prometheus-client takes the rest of the time
+"""Every metric. No label has a value that a client chooses."""
+# interpreted: only names counters; prometheus-client takes the rest of the time
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from extproc.tallies import Buckets
 
 _PREFIX = "loopguard"
 _MAX_FILES = 100
-"""Refused files with a series each."""
+"""Maximum number of refused files that get their own series."""
 
 _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -57,7 +57,7 @@ class Metrics:
         text = "Requests that were part of a loop, by detector and strength (strong, weak, or empty)"
         self.detections = counter("detections_total", text, *by_detector)
         by_change = ("policy", "detector", "mode", "cause", "arm", "after")
-        text = "Loops that got a first note (begun) or were to get one (arm not_noted), and what came after"
+        text = "Loops that got a first note (begun) or would have (arm not_noted), and the outcome"
         self.after_notes = counter("after_notes_total", text, *by_change)
         self.compared_exactly = counter("compared_exactly_total", "Bodies that canonical compared byte for byte", "policy")
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
@@ -154,23 +154,23 @@ class Metrics:
         by_rule = ("policy", "mode", "rule")
         text = "Requests that reached a stage of a budget, or that a budget refused or would have refused"
         self.budgets = counter("budgets_total", text, *by_rule, "reason", "action")
-        text = "What responses have used of budgets, in the rule's unit, as far as Envoy's access log reports it"
+        text = "Usage of budgets by responses, in the rule's unit, from Envoy's access log"
         self.budget_used = counter("budget_used_total", text, *by_rule)
-        text = "What had been reserved for these responses"
+        text = "Amounts that were reserved for these responses"
         self.budget_estimated = counter("budget_estimated_total", text, *by_rule)
-        text = "Takes of refused requests, and settlements, that the store did not take back"
         self.store_emptied = counter("store_emptied_total", "Times that the store was found to have lost its keys")
+        text = "Reservations of refused requests, and settlements, that failed in the store"
         self.budget_lost = counter("budget_lost_total", text)
-        text = "Responses that report more tokens than any model can use, which are estimated instead"
+        text = "Responses with more tokens than any model can use; an estimate is charged instead"
         self.absurd_usage = counter("absurd_usage_total", text)
         text = "Replicas with budgets that share the store, as last seen; without it, each enforces its share. 0: not counted"
         self.replicas = gauge("replicas", text)
         text = "Requests from which used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
-        self._begin()
+        self._create_series()
 
-    def _begin(self) -> None:
-        """Create the series for alerts now, because `increase` misses the first event of a series that begins with it."""
+    def _create_series(self) -> None:
+        """Create series for alerts at startup, because `increase` misses the event that creates a series."""
         for reason in ("internal_error", "store_error", "shadow_error", "sent_on"):
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
@@ -191,7 +191,7 @@ class Metrics:
         read: Callable[[], Iterable[Counts]],
         kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
     ) -> None:
-        """At each scrape, read numbers that are kept elsewhere: a value for each set of labels."""
+        """Export numbers that are counted elsewhere: each scrape calls `read` for (label values, number) pairs."""
 
         def show() -> Metric:
             shown = kind(f"{_PREFIX}_{name}", text, labels=labels)
@@ -203,8 +203,6 @@ class Metrics:
 
 
 class _Shown(Collector):
-    """Reads numbers that are kept elsewhere, at a scrape."""
-
     def __init__(self, show: Callable[[], Metric]) -> None:
         self._show = show
 

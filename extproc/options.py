@@ -1,4 +1,4 @@
-"""A command's options, each declared once, as a field of a frozen dataclass with a parser and a help text."""
+"""A command's options, each declared once as a dataclass field with a parser and a help text."""
 # interpreted: reads options, once
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ def option(
     """Declare an option.
 
     Args:
-        default: as a user would write it, or a value that is not a string; REQUIRED for none.
-        parse: makes the value from a text; its ValueError says what would be right.
-        text: what the option is for.
+        default: a string as a user would write it, or a value of another type; REQUIRED for none.
+        parse: converts a string; its ValueError describes a valid one.
+        text: the help text.
         metavar: the form of its value.
-        gather: for a repeatable flag: joins all given values into one text, or makes the value.
+        gather: for a repeatable flag: joins all given values into one string, or makes the value.
     """
     metadata = {"parse": parse, "help": text, "metavar": metavar, "gather": gather, "default": default}
     return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
 
 
 def switch(text: str) -> Any:  # noqa: ANN401  # as dataclasses.field
-    """Declare an option that is off unless it is given; `text` says what it is for."""
+    """Declare an option that is off unless given; `text` is its help."""
     return option(False, parse_switch, text)
 
 
 def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  # as dataclasses.field
-    """Declare an option that is one of these words, the first of them by default; `text` says what it is for."""
+    """Declare an option that takes one of these words, by default the first; `text` is its help."""
 
     def parse(given: str) -> str:
         if given not in words:
@@ -63,7 +63,7 @@ def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  #
 
 
 def parse_switch(text: str) -> bool:
-    """Parse a switch, which takes no value as a flag; raises ValueError if it is neither yes nor no."""
+    """Parse the environment variable of a switch, whose flag takes no value; raises ValueError."""
     word = text.lower()
     if word not in (*_YES, *_NO):
         raise ValueError("must be true or false")
@@ -82,7 +82,7 @@ def parse_integer(least: int) -> Callable[[str], int]:
 
 
 def parse_number(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
-    """Make a parser of numbers that fit; `wanted` describes these."""
+    """Make a parser of numbers that pass `fits`; `wanted` describes these."""
 
     def parse(text: str) -> float:
         try:
@@ -114,7 +114,7 @@ def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()) -> None:
-    """Raise UsageError, naming them, if only some of the `needed` options are given, or a `wanting` one without all of them."""
+    """Raise UsageError if only some of the `needed` options are given, or a `wanting` one without all of them."""
     missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(chosen, name)]
     given = [f"--{name.replace('_', '-')}" for name in (*needed, *wanting) if getattr(chosen, name)]
     if missing and given:
@@ -122,9 +122,9 @@ def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: 
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:
-    """Add one flag for each option. Flags that are not given stay out of the namespace.
+    """Add a flag for each option, named with its environment variable if these have a `prefix`.
 
-    If there is a prefix for environment variables, the help also names these.
+    Flags that are not given stay out of the namespace.
     """
     for item in fields(declared):
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:
@@ -154,7 +154,7 @@ def _describe(item: Field[Any]) -> str:
 def read_options(
     declared: type[Options], flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, prefix: str = ""
 ) -> Options:
-    """Read options from parsed flags, else the environment, else defaults; raises UsageError, saying what would be right."""
+    """Read options from parsed flags, else the environment, else defaults; raises UsageError with a valid form."""
     values: dict[str, Any] = {}
     for item in fields(declared):
         variable = prefix + item.name.upper()

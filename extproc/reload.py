@@ -1,6 +1,6 @@
-"""Watches the policy files and replaces the engine. After an invalid change, the last valid policies stay in force.
+"""Watch the policy files and replace the engine. After an invalid change, the last valid policies stay in force.
 
-Unchanged files are not judged again, and large changes are judged in the background: small ones act in the meantime.
+Unchanged files are not checked again. Large changes are checked in the background; small ones act in the meantime.
 """
 # interpreted: waits for files
 
@@ -45,25 +45,25 @@ _LINES_AT_ONCE = 100
 """Log lines written before other tasks get their turn."""
 
 _SETTLE_MS = 100
-"""Changes that follow each other within this time (an editor's save, a ConfigMap's swap) are one change."""
+"""Changes within this time of each other (an editor's save, a ConfigMap's swap) are one change."""
 
 _TICK_MS = 500
 _RECHECK_TICKS = 10
-"""Ticks between comparisons of the files without an event: some file systems send none, and policies expire by the clock.
+"""Ticks between comparisons without an event: some file systems send none, and policies expire by the clock.
 
-The first comparison finds changes made while the watch was being set up.
+The first comparison finds changes made while the watch was set up.
 """
 
 _FREED_AT_ONCE = 1_000
 
 AT_ONCE = 2**18
-"""Total size of the changed files that one reload judges, in bytes: a fifth of a second. The rest waits."""
+"""Maximum bytes of changed files that one reload checks, about 0.2 s. The rest is checked in the background."""
 
 _SPARE_PARTS = 1_000
-"""Parts that no policy has any more, kept to be shared with later ones."""
+"""Maximum number of unused parts that stay available for later policies."""
 
 READ_SECONDS = 10.0
-"""Time for a file system to answer, in seconds; a network file system that is gone may never do so."""
+"""Timeout of file system calls; an unreachable network file system may never answer."""
 
 _NAMES_SHOWN = 10
 
@@ -76,10 +76,10 @@ def _now() -> datetime:
 
 
 class RefusedReload(NamedTuple):
-    """Policy files that are refused: the time, their first errors as `loopguard validate` prints them, and their number.
+    """Refused policy files: the time, the first errors as `loopguard validate` prints them, and the number of errors.
 
     Attributes:
-        sha256: of the file that was refused; empty if it could not be read.
+        sha256: hash of the refused file; empty if it could not be read.
     """
 
     at: datetime
@@ -92,7 +92,7 @@ class Reloader:
     """The policies in force, and how they change.
 
     Attributes:
-        sources: the files in force, without their policies, which take a hundred times as much room.
+        sources: the files in force, without their policies, which take a hundred times as much memory.
     """
 
     engine: Engine
@@ -104,7 +104,7 @@ class Reloader:
     _overridden: list[bool]
 
     def __init__(self, settings: Settings, metrics: Metrics, clock: Callable[[], datetime] = _now) -> None:
-        """Load for the first time: the preset in shadow mode if no policy is given. Raises BundleErrors if that fails."""
+        """Load the policies, by default the preset in shadow mode; raises BundleErrors."""
         self._settings = settings
         self._clock = clock
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
@@ -116,10 +116,10 @@ class Reloader:
         self._unreadable: dict[str, RefusedReload] = {}  # by path
         self._refused: dict[str, RefusedReload] = {}  # by file
         self._failure: RefusedReload | None = None  # of a whole reload
-        self._waiting: list[dict[str, Found]] = []  # changes to be judged, each a set of files that changed together
-        self._judging: asyncio.Task[None] | None = None
+        self._waiting: list[dict[str, Found]] = []  # unchecked changes, each a set of files that changed together
+        self._checking: asyncio.Task[None] | None = None
         self._verdicts: dict[str, Verdict] = {}  # of files that are not in force
-        self._compiled: dict[str, CompiledFile] = {}  # of those among them that could act
+        self._compiled: dict[str, CompiledFile] = {}  # the valid ones among these
         self.overlaps = ()
         metrics.policy_reload_refused.set_function(lambda: bool(self.refusals))
         metrics.list_refused_files = lambda: [file for file in self.refusals if file]
@@ -127,13 +127,12 @@ class Reloader:
         self._seen = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
         loaded = _load(files, settings, self._clock(), unreadable, self._rules)
         self._apply(loaded)
-        self._skip(loaded.refused, unreadable)
+        self._report_skipped(loaded.refused, unreadable)
         self._unread = find_unread(self._paths)
         for warning in [*self._unread, *loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]:
             _LOG.warning(str(warning))
 
-    def _skip(self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]) -> None:
-        """Report what is left out at startup."""
+    def _report_skipped(self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]) -> None:
         for file, errors in [*refused.items(), *((error.file, [error]) for error in unreadable)]:
             made = RefusedReload(self._clock(), excerpt(errors), len(errors), self._seen.get(file, ""))
             (self._refused if file in self._seen else self._unreadable)[file] = made
@@ -143,13 +142,13 @@ class Reloader:
 
     @property
     def refusals(self) -> dict[str, RefusedReload]:
-        """Why files on disk are not in force, by file, or by a path below which nothing can be read; empty for neither."""
+        """Why content on disk is not in force, by file or unreadable path; by "" for a failed reload."""
         failure = {"": self._failure} if self._failure is not None else {}
         return {**self._unreadable, **self._refused, **failure}
 
     @property
     def refusal(self) -> RefusedReload | None:
-        """All refusals as one; None for none."""
+        """All refusals in one, or None."""
         refusals = self.refusals.values()
         if not refusals:
             return None
@@ -157,7 +156,7 @@ class Reloader:
         return RefusedReload(max(refusal.at for refusal in refusals), excerpt(errors), sum(each.count for each in refusals))
 
     def keeps(self, file: str) -> bool:
-        """Whether an older version of the file, or of one below it, is in force."""
+        """Whether an older version of the file, or of a file below this path, is in force."""
         return any(_is_below(known, file) for known in self._kept)
 
     def list_policies(self) -> list[tuple[Source, list[Any]]]:
@@ -166,14 +165,14 @@ class Reloader:
         return [(source, list_raw(kept[source.file].open())) for source in sources]
 
     def locate_policies(self) -> dict[str, tuple[str, str, Any]]:
-        """Every policy in force, by its id: its file, its JSON Pointer there, and the raw policy."""
+        """Every policy in force by id: its file, its JSON Pointer there, and the raw policy."""
         found = [(file, locate_raw(kept.open())) for file, kept in self._kept.items()]
         return {name: (file, pointer, raw) for file, own in found for name, (pointer, raw) in own.items()}
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
-        """Read the files again. If they changed, or with `force`, load them and replace the engine.
+        """Read the files again; if they changed, or with `force`, load them and replace the engine.
 
-        Never raises: errors are logged and counted, and change nothing.
+        Never raises: errors are logged and counted, and the policies stay as they are.
         """
         async with self._lock:
             try:
@@ -181,36 +180,36 @@ class Reloader:
                 await self._follow_files(swap, force=force)
             except Exception as error:  # noqa: BLE001  # after any error, the last valid policies stay in force
                 self._failure = await self._refuse([error])
-        if self._waiting and (self._judging is None or self._judging.done()):
-            self._judging = asyncio.create_task(self._judge_waiting(swap))
+        if self._waiting and (self._checking is None or self._checking.done()):
+            self._checking = asyncio.create_task(self._check_waiting(swap))
 
     async def settle(self) -> None:
-        """Wait until all changes that are being judged in the background act, or are refused."""
-        while self._judging is not None and not self._judging.done():
-            await self._judging
+        """Wait until all changes that are checked in the background are in force or refused."""
+        while self._checking is not None and not self._checking.done():
+            await self._checking
 
-    async def _judge_waiting(self, swap: Callable[[Engine], None]) -> None:
-        """Judge changes one after another, the smallest first, and put each into force."""
+    async def _check_waiting(self, swap: Callable[[Engine], None]) -> None:
+        """Check changes one by one, the smallest first, and put each into force."""
         while self._waiting:
-            change = min(self._waiting, key=_measure)
+            change = min(self._waiting, key=_count_bytes)
             parts, now = self._share_parts(), self._clock()
             try:
-                judged = await _run_aside(lambda: _judge_ahead(change, now, self._rules, parts, shadow=self._shadows))  # noqa: B023
+                checked = await _run_aside(lambda: _check_change(change, now, self._rules, parts, shadow=self._shadows))  # noqa: B023
             except Exception as error:  # noqa: BLE001  # as in `reload`
-                why = f"cannot be judged: {error!r}"
-                judged = {
+                why = f"cannot be checked: {error!r}"
+                checked = {
                     file: (Verdict(found.sha256, now, [BundleError(file, "", why)], None), None)
                     for file, found in change.items()
                 }
             async with self._lock:
                 if change in self._waiting:
                     self._waiting.remove(change)
-                for file, (verdict, compiled) in judged.items():
+                for file, (verdict, compiled) in checked.items():
                     self._verdicts[file] = verdict
                     if compiled is not None:
                         self._compiled[file] = compiled
                 try:
-                    await self._follow_files(swap, force=False, judged=True)
+                    await self._follow_files(swap, force=False, checked=True)
                 except Exception as error:  # noqa: BLE001  # as in `reload`
                     self._failure = await self._refuse([error])
 
@@ -219,12 +218,12 @@ class Reloader:
         return self._settings.shadow or self._settings.watches
 
     def _share_parts(self) -> Parts:
-        """Those of the engine, unless most of them are of policies that are gone."""
+        """The engine's parts, or none if most of them are unused."""
         parts = self.engine.parts
         return parts if len(parts) <= 4 * len(self.engine.plans) + _SPARE_PARTS else Parts()
 
     def _list_compiled(self, now: datetime) -> set[str]:
-        """The files in force whose compiled policies are still right: `global_shadow` ends by the clock."""
+        """The files in force whose compiled policies are still valid: `global_shadow` ends by the clock."""
         shadowed = {source.file: self._shadows or source.forces_shadow(now) for source in self.sources}
         return {file for file, made in self.engine.files.items() if made.shadow == shadowed[file]}
 
@@ -243,7 +242,7 @@ class Reloader:
                         await self.reload(swap)
                         if watched != await self._files.ask(_list_directories, self._paths, self._seen):
                             break
-            except (OSError, RuntimeError) as error:  # a watched directory is gone, or the system's watches are used up
+            except (OSError, RuntimeError) as error:  # a watched directory is gone, or the system has no watches left
                 if str(error) != failure:
                     _LOG.warning("cannot watch the policy files, comparing them instead", extra=make_extra(error=str(error)))
                 failure = str(error)
@@ -260,18 +259,18 @@ class Reloader:
             await self._swap(await asyncio.to_thread(self._compile_again, now), swap)
             _LOG.warning("global_shadow expired, its policies act again")
 
-    async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool, judged: bool = False) -> None:
-        """Act on the files' changes; `judged`: a change has been judged in the background."""
+    async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool, checked: bool = False) -> None:
+        """Apply the files' changes; `checked`: a background check has just ended."""
         found = await self._read()
         files, seen = self._match(found)
         await self._note_unreadable(found, force=force)
-        if ((seen == self._seen and not judged) or not any(file.data is not None for file in files.values())) and not force:
+        if ((seen == self._seen and not checked) or not any(file.data is not None for file in files.values())) and not force:
             self._seen = seen
             return
         if force and found and all(isinstance(content, BundleError) for content in found.values()):
             return
         self._seen = seen
-        if force:  # every file is judged at once
+        if force:  # check every file now
             self._waiting, self._verdicts, self._compiled = [], {}, {}
         waiting = self._set_aside(files) if not force else set()
         at_once = {file: Found(sha256=found.sha256) if file in waiting else found for file, found in files.items()}
@@ -292,7 +291,7 @@ class Reloader:
         _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(self._kept), **changes))
 
     async def _read(self) -> dict[str, Found | BundleError]:
-        """Read every path on its own, so that one whose file system does not answer delays no other."""
+        """Read each path on its own, so that a file system that does not answer delays no other path."""
         answers = await asyncio.gather(*(self._files.ask(_read, path) for path in self._paths), return_exceptions=True)
         found: dict[str, Found | BundleError] = {}
         known, self._unread = self._unread, []
@@ -309,7 +308,7 @@ class Reloader:
         return found
 
     def _match(self, found: Mapping[str, Found | BundleError]) -> tuple[dict[str, Found], dict[str, str]]:
-        """The files to choose from, and their hashes: those that cannot be read now are as they were."""
+        """The files to choose from, and their hashes; files that cannot be read count as unchanged."""
         files: dict[str, Found] = {}
         for name, content in found.items():
             if isinstance(content, BundleError):
@@ -319,9 +318,9 @@ class Reloader:
         return files, {file: content.sha256 for file, content in files.items()}
 
     def _set_aside(self, files: Mapping[str, Found]) -> set[str]:
-        """The files whose changes are to be judged in the background.
+        """The files whose changes are checked in the background.
 
-        Files of one folder that change at the same time are one change: a policy may have moved between them.
+        Files of one folder that change together are one change, because a policy may have moved between them.
         """
         self._verdicts = {
             file: verdict for file, verdict in self._verdicts.items() if file in files and files[file].sha256 == verdict.sha256
@@ -335,16 +334,16 @@ class Reloader:
             if found.data is not None and not known:
                 changes.setdefault(os.path.dirname(file), {})[file] = found  # noqa: PTH120  # paths stay as the user wrote them
         left = AT_ONCE
-        for change in sorted(changes.values(), key=_measure):
-            left -= _measure(change)
+        for change in sorted(changes.values(), key=_count_bytes):
+            left -= _count_bytes(change)
             if left < 0:
                 self._waiting.append(change)
                 waiting.update(change)
-                _LOG.info("a large change is judged in the background", extra=make_extra(files=_list_names(list(change))))
+                _LOG.info("checking a large change in the background", extra=make_extra(files=_list_names(list(change))))
         return waiting
 
     def _choose(self, files: Mapping[str, Found], *, force: bool) -> _Loaded:
-        """Choose and compile; without an engine if nothing changes. Runs in a worker thread."""
+        """Choose and compile, in a worker thread; the result has no engine if nothing changes."""
         now = self._clock()
         compiled = self._list_compiled(now) if not force else set()
         known = {file: verdict for file, verdict in self._verdicts.items() if self._can_use(verdict, file, now)}
@@ -360,12 +359,12 @@ class Reloader:
             return _compile(choice, now, self._reuse(choice, compiled), self._share_parts(), shadow=self._shadows)
 
     def _can_use(self, verdict: Verdict, file: str, now: datetime) -> bool:
-        """Whether a verdict is still right, as `_list_compiled` says."""
+        """Whether a verdict is still valid, as in `_list_compiled`."""
         source = verdict.judged.source if verdict.judged is not None else None
         return source is None or self._compiled[file].shadow == (self._shadows or source.forces_shadow(now))
 
     def _reuse(self, choice: Choice, compiled: Collection[str]) -> dict[str, CompiledFile]:
-        """The compiled policies of files that are in force already, or that were judged in the background."""
+        """The compiled policies of files already in force, or checked in the background."""
         found = {}
         for file, kept in choice.kept.items():
             verdict = self._verdicts.get(file)
@@ -376,14 +375,14 @@ class Reloader:
         return found
 
     def _compile_again(self, now: datetime) -> _Loaded:
-        """Compile the same policies again; those that have expired since then keep acting. Runs in a worker thread."""
+        """Compile the same policies again, in a worker thread; those that have expired since stay in force."""
         compiled = self._list_compiled(now)
         with _Uncollected():
             choice = choose(dict.fromkeys(self._kept, Found()), self._kept, now, self._rules, compiled=compiled)
             return _compile(choice, now, self._reuse(choice, compiled), self._share_parts(), shadow=self._shadows)
 
     async def _note_unreadable(self, found: Mapping[str, Found | BundleError], *, force: bool) -> None:
-        """Report what cannot be read; a file that stays missing is one failure, not one per recheck."""
+        """Report unreadable paths; a file that stays missing is one failure, not one per recheck."""
         before, self._unreadable = self._unreadable, {}
         for path, error in found.items():
             if isinstance(error, BundleError):
@@ -425,7 +424,7 @@ class Reloader:
         self._report_expiry(loaded.now)
 
     async def _refuse(self, problems: Sequence[object], file: str = "") -> RefusedReload:
-        """Count and log a refused file, or without one a failed reload."""
+        """Count and log a refused file, or a failed reload if `file` is empty."""
         self._metrics.policy_reloads.labels("error").inc()
         made = RefusedReload(self._clock(), excerpt(problems), len(problems))
         await _log_all(logging.ERROR, problems)
@@ -437,7 +436,7 @@ class Reloader:
         return made
 
     def _note_overlaps(self, loaded: _Loaded) -> list[Overlap]:
-        """Those that were not there before."""
+        """Store the overlaps; returns the new ones."""
         known, self.overlaps = self.overlaps, loaded.overlaps
         return [overlap for overlap in self.overlaps if overlap not in known]
 
@@ -457,12 +456,12 @@ class Reloader:
 
 
 def _is_below(file: str, path: str) -> bool:
-    """Whether a file that was found below a policy path is that path, or below it."""
+    """Whether a file is this path, or below it."""
     return file == path or file.startswith(os.path.join(path, ""))  # noqa: PTH118  # paths stay as the user wrote them
 
 
 async def _log_all(level: int, problems: Sequence[object]) -> None:
-    """Log a line for each problem, with pauses: ten thousand lines at once would delay every request."""
+    """Log a line per problem, with pauses: ten thousand lines at once would delay every request."""
     for number, problem in enumerate(problems, 1):
         _LOG.log(level, str(problem))
         if not number % _LINES_AT_ONCE:
@@ -470,19 +469,18 @@ async def _log_all(level: int, problems: Sequence[object]) -> None:
 
 
 class _FileSystem:
-    """Queries the file system in threads of its own, with a time limit.
+    """Queries the file system in daemon threads, with a timeout.
 
-    They are daemon threads, so unlike asyncio's own, one that never returns does not keep the process from ending.
+    Unlike asyncio's worker threads, a daemon thread that never returns does not keep the process from exiting.
     """
 
     def __init__(self) -> None:
         self._asked: dict[object, Future[Any]] = {}
 
     async def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Answer a question; raises TimeoutError if that takes too long.
+        """Call `question`; raises TimeoutError after `READ_SECONDS`.
 
-        A question that is still being answered is not asked again and not waited for, so that neither stuck threads nor delays
-        pile up.
+        A call that is still running is neither repeated nor waited for, so that stuck threads and delays do not pile up.
         """
         asked = (question, *[arg for arg in args if isinstance(arg, str)])
         answer, seconds = self._asked.get(asked), 0.0
@@ -497,7 +495,7 @@ class _FileSystem:
         except TimeoutError:
             raise TimeoutError(f"could not be read within {READ_SECONDS:g} s") from None
         finally:
-            if answer.done():  # not kept: it may contain all files
+            if answer.done():  # free it: it may contain all files
                 self._asked.pop(asked, None)
         return found
 
@@ -510,7 +508,7 @@ def _settle(answer: Future[T], work: Callable[[], T]) -> None:
 
 
 class _Loaded(NamedTuple):
-    """Compiled policies, and the time for which they were compiled; no engine if nothing changes."""
+    """Compiled policies, and the time as of which they were compiled; without an engine if nothing changes."""
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
@@ -524,7 +522,7 @@ class _Loaded(NamedTuple):
 
 
 def _read(path: str) -> tuple[dict[str, Found | BundleError], list[BundleError]]:
-    """The files below a path, and the hash of each, or errors in their place; and warnings about files that are not read."""
+    """The files below a path, with hashes or errors, and warnings about files that are not read."""
     files = {
         name: content if isinstance(content, BundleError) else Found(content, hashlib.sha256(content).hexdigest())
         for name, content in read_each([path]).items()
@@ -541,10 +539,7 @@ def build(  # noqa: PLR0913  # everything that decides the result
     unreadable: Sequence[BundleError] = (),
     namespaces: Sequence[Namespace] = (),
 ) -> tuple[PolicySet, Engine]:
-    """Make an engine from policy files, for `serve`, and for `validate` as a test.
-
-    Raises BundleErrors, starting with `unreadable`.
-    """
+    """Make an engine from policy files, for `serve` and `validate`; raises BundleErrors, starting with `unreadable`."""
     try:
         policies = parse(files, now, namespaces=namespaces)
         if not allow_unenforced:
@@ -559,7 +554,7 @@ def build(  # noqa: PLR0913  # everything that decides the result
 def _load(
     files: Mapping[str, bytes], settings: Settings, now: datetime, unreadable: Sequence[BundleError], rules: FileRules
 ) -> _Loaded:
-    """Load for the first time; raises BundleErrors with all errors, starting with `unreadable`."""
+    """Load at startup; raises BundleErrors, starting with `unreadable`."""
     found = {file: Found(data, hashlib.sha256(data).hexdigest()) for file, data in files.items()}
     with _Uncollected():
         choice = choose(found, {}, now, rules)
@@ -571,7 +566,6 @@ def _load(
 
 
 def _compile(choice: Choice, now: datetime, known: Mapping[str, CompiledFile], parts: Parts, *, shadow: bool) -> _Loaded:
-    """Make the engine, and free objects that are no longer needed."""
     policies = choice.policies
     engine = Engine(policies, now, shadow=shadow, known=known, parts=parts)
     overlaps = tuple(find_overlaps(policies.sources))
@@ -589,10 +583,10 @@ def _compile(choice: Choice, now: datetime, known: Mapping[str, CompiledFile], p
     )
 
 
-def _judge_ahead(
+def _check_change(
     change: Mapping[str, Found], now: datetime, rules: FileRules, parts: Parts, *, shadow: bool
 ) -> dict[str, tuple[Verdict, CompiledFile | None]]:
-    """Judge files, and compile those without errors. Runs in a thread of its own."""
+    """Check files and compile those without errors, in a worker thread."""
     made: dict[str, tuple[Verdict, CompiledFile | None]] = {}
     with _Uncollected():
         for file, found in change.items():
@@ -611,13 +605,12 @@ def _judge_ahead(
     return made
 
 
-def _measure(change: Mapping[str, Found]) -> int:
-    """The size of a change, in bytes."""
+def _count_bytes(change: Mapping[str, Found]) -> int:
     return sum(len(found.data or b"") for found in change.values())
 
 
 async def _run_aside(work: Callable[[], T]) -> T:
-    """Run in a daemon thread: unlike asyncio's own, it does not keep the process from ending."""
+    """Run in a daemon thread, which does not keep the process from exiting."""
     answer: Future[T] = Future()
     threading.Thread(target=_settle, args=(answer, work), name="policy files", daemon=True).start()
     return await asyncio.wrap_future(answer)
@@ -636,7 +629,7 @@ def _list_digests(sources: Iterable[Source]) -> dict[str, int]:
 
 
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
-    """The effect of a reload, by digests of policies: ids that it `added`, `removed` and `changed`; None for no change."""
+    """The effect of a reload: the ids `added`, `removed` and `changed`, or None for each. Compares digests by id."""
     found = {
         "added": [name for name in after if name not in before],
         "removed": [name for name in before if name not in after],
@@ -651,7 +644,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _free(items: list[Any]) -> None:
-    """Free many objects step by step: freeing them at once would hold the interpreter lock, and stall the event loop."""
+    """Free many objects in steps: freeing all at once would hold the interpreter lock and stall the event loop."""
     while items:
         del items[-_FREED_AT_ONCE:]
 
@@ -664,16 +657,16 @@ def _dismantle(engines: list[Engine]) -> None:
 
 
 def _trim() -> None:
-    """Make the C library return free memory. On its own, glibc keeps what is below the last block in use."""
+    """Make the C library return free memory, because glibc keeps all memory below the highest block in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class _Uncollected:
-    """Exempt everything built here from garbage collection, which would stop the event loop while it visits these objects.
+    """Exempts objects made in this context from garbage collection, which would stall the event loop while it visits them.
 
-    Policies have no reference cycles, so dropped ones are freed without the collector. Several threads may build at a time.
+    Policies have no reference cycles, so they are freed without the collector. Several threads may be inside.
     """
 
     _lock = threading.Lock()
@@ -714,14 +707,14 @@ def _watch_changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], 
 
 
 def _list_directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
-    """The directories to watch: a watch on a file is lost when the file is replaced.
+    """The directories to watch, because a watch on a file is lost when the file is replaced.
 
-    They are watched without their subdirectories: a policy file in `/` must not cause the whole disk to be watched.
+    Subdirectories are not included: a policy file in `/` must not cause the whole disk to be watched.
     """
     found = {str(parent) for file in files if (parent := Path(os.path.realpath(file)).parent).is_dir()}
     for path in paths:
         if Path(path).is_dir():
             found.update(find_directories(path, lambda *_: None))
-        else:  # of a missing path, the nearest existing directory above
+        else:  # the path is missing: its nearest existing ancestor
             found.add(next(str(above) for above in Path(path).absolute().parents if above.is_dir()))
     return found

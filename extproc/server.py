@@ -1,4 +1,4 @@
-"""Assemble the parts, listen, and drain."""
+"""Assemble the server, listen, and drain."""
 # interpreted: starts and stops the process
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ _STALLED_SECONDS = 10
 """If the event loop has not run for this long, /healthz fails, so that a supervisor restarts the process."""
 
 _YOUNG_OBJECTS = 10_000
-"""New objects between two runs of the garbage collector, instead of 700: those of requests under way are no garbage yet."""
+"""New objects between runs of the garbage collector, instead of 700: objects of requests in progress are not garbage yet."""
 
 SWITCH_SECONDS = 0.0002
-"""How long a thread keeps the interpreter lock while another one waits for it; Python's default is 5 ms. Threads load policies
-and make admin pages, and a request waits for them whenever the event loop wakes up for it. On a busy machine, half of these
-waits take 10 ms and more; with this value, 1.5 to 3 ms. Lower values gain nothing more. The threads need no more CPU time.
+"""How long a thread keeps the interpreter lock while another waits for it; Python's default is 5 ms. Threads load policies and
+make admin pages, and the event loop waits for them. On a busy machine, half of these waits take 10 ms or more; with this
+value, 1.5 to 3 ms. Lower values gain nothing. The threads need no more CPU time.
 """
 
 _LOOK_SECONDS = 1.0
 
 _LAST_WORDS_SECONDS = 1.0
-"""How long streams that were released at the end of the drain have to send their answer."""
+"""Time for requests that are let through at the end of the drain to send their answer."""
 
 _TRANSPORTS = {
     "fast": "extproc.transport.fast:FastServer",
@@ -91,11 +91,11 @@ class Transport(Protocol):
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
         """Listen, with mutual TLS if there are certificates; returns the address with its real port.
 
-        Raises LoopguardError if the address cannot be listened on.
+        Raises LoopguardError if that fails.
         """
 
     async def stop(self, grace: float) -> None:
-        """Take no more calls, give those in flight `grace` seconds, then end them."""
+        """Refuse new calls, give those in flight `grace` seconds to finish, then end them."""
 
 
 class Server:
@@ -106,7 +106,7 @@ class Server:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Load the policies and open the store; nothing listens yet. Raises LoopguardError if something cannot be used."""
+        """Load the policies and open the store, without listening; raises LoopguardError."""
         self._settings = settings
         self._metrics = metrics = Metrics()
         self._certificates = open_certificates(settings, metrics)
@@ -116,13 +116,13 @@ class Server:
         self._key_sharing = KeySharing(key, store) if shares else None
         self._store_care = StoreCare(store, metrics)
         self._reloader = Reloader(settings, metrics)
-        # While a shared store is away a window local to this replica decides; in memory the store is that already.
+        # Counts while a shared store is down; a memory store needs no other.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings, key)
         metrics.list_unenforced = lambda: [(part.policy, part.part) for part in self._list_unenforced()]
         self._overrides = OverrideService(store, self.service, metrics)
         self._health = Health()
-        # Only the one chosen is imported.
+        # Import only the chosen one.
         transport: Callable[[Service, Health], Transport] = resolve_name(_TRANSPORTS[settings.transport])
         self._grpc = transport(self.service, self._health)
         replica = make_replica_name()
@@ -168,11 +168,11 @@ class Server:
         self._beat = time.monotonic()
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain; raises LoopguardError if an address cannot be listened on."""
+        """Serve until SIGTERM or SIGINT, then drain; raises LoopguardError if it cannot listen."""
         sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = loop = asyncio.get_running_loop()
         await self._store.start()
-        with suppress(StoreError):  # they are asked for again
+        with suppress(StoreError):  # `follow` tries again
             await self._overrides.refresh()
         if self._key_sharing is not None:
             await self._key_sharing.refresh()
@@ -210,7 +210,7 @@ class Server:
                 admin_token_file=token_file,
                 policies=len(plans),
                 store=redact_url(self._settings.store),
-                hash_key=self._name_key(),
+                hash_key=self._name_key_source(),
                 build=describe_build(),
                 memory=read_memory().describe(),
             ),
@@ -238,7 +238,7 @@ class Server:
         _LOG.info("stopped")
 
     def _share_token(self, admin: str) -> str | None:
-        """Share a token with the commands of this server's user, if only this machine can connect; returns its file."""
+        """Write a token for the commands of this user, if only this machine can connect; returns its file."""
         if not self._settings.admin.is_local:
             return None
         try:
@@ -249,14 +249,13 @@ class Server:
         self._credentials.share(path)
         return str(path)
 
-    def _name_key(self) -> str:
-        """Where the hash key comes from."""
+    def _name_key_source(self) -> str:
         if self._settings.hash_key_file:
             return "file"
         return "store" if self._key_sharing is not None and self._key_sharing.is_shared else "process"
 
     def _guard_the_port(self) -> None:
-        """Follow the certificates, or warn if there are none and other machines can connect."""
+        """Watch the certificates, or warn if there are none and other machines can connect."""
         listen = self._settings.listen
         if self._certificates is not None:
             self._certificates.watch()
@@ -268,7 +267,7 @@ class Server:
             )
 
     def _on_stop(self, number: int) -> None:
-        """First signal: drain. Ctrl-C skips the delay, a second signal skips all waiting."""
+        """First signal: drain; Ctrl-C skips the delay. A second signal skips all waiting."""
         if self._stop.is_set() or number == signal.SIGINT:
             self._skip_delay.set()
         if self._stop.is_set():
@@ -296,7 +295,7 @@ class Server:
         self.service.follow(engine)
 
     async def _watch_for_events(self) -> None:
-        """Send events about loops and the store within a second, and those about operators' orders at once."""
+        """Send events: about loops and the store within a second, about operators' orders at once."""
         if self._events is None:
             return
         emit = self._events.emit
@@ -317,14 +316,14 @@ class Server:
             health = now
 
     async def _drain(self) -> None:
-        """Fail health checks while still serving, let streams in flight finish, then let the rest through."""
+        """Fail health checks while still serving, let open streams finish, then let the rest through."""
         self._health.set(serving=False)
         _LOG.info("draining", extra=make_extra(streams=self.service.streams))
         await _wait(self._skip_delay, self._settings.drain_delay)
         stopping = asyncio.create_task(self._grpc.stop(self._settings.drain_timeout + _LAST_WORDS_SECONDS))
         grace = asyncio.create_task(_wait(self._skip_grace, self._settings.drain_timeout))
         await asyncio.wait({stopping, grace}, return_when=asyncio.FIRST_COMPLETED)
-        self.service.release()  # requests that are held or still upload go on now rather than being cut off
+        self.service.release()  # let held requests and unfinished uploads through instead of cutting them off
         await stopping
         grace.cancel()
 
@@ -350,7 +349,6 @@ class Server:
         return Page(code, {"status": status, "build": BUILD, "store": self._store.health(), **missing, **self._tell_watching()})
 
     def _tell_watching(self) -> dict[str, str]:
-        """Log that no policy is given, if so."""
         return {"watching": WATCHING} if self._settings.watches else {}
 
     def _policies(self) -> Page:
@@ -358,7 +356,7 @@ class Server:
             {
                 "file": source.file,
                 "sha256": source.sha256,
-                "bundle_version": _drop_zero(source.bundle_version),
+                "bundle_version": _drop_zero_fraction(source.bundle_version),
                 "expires_at": source.expires_at.isoformat() if source.expires_at else None,
                 "policies": policies,
             }
@@ -373,7 +371,6 @@ class Server:
         return Page(HTTPStatus.OK, {**found, **self._tell_watching()})
 
     def _list_refused(self) -> list[dict[str, Any]]:
-        """Each refused file, or path, and whether an older version of it is in force."""
         refusals = self._reloader.refusals.items()
         return [
             {"file": file, "in_force": self._reloader.keeps(file), **_describe_refusal(refusal)}
@@ -382,7 +379,7 @@ class Server:
         ]
 
     def _list_unenforced(self) -> list[Unenforced]:
-        """What --allow-unenforced has left out, of policies that come with routes as well."""
+        """Parts that --allow-unenforced permits to be ignored, also of policies handed over by routes."""
         return [*self._reloader.unenforced, *self.service.handed_over.list_unenforced()]
 
     def _read_coverage_state(self) -> ServerState:
@@ -408,7 +405,6 @@ class Server:
         )
 
     def _has_budgets(self) -> bool:
-        """Whether a policy has any, also one that came with a route."""
         plans = [*self.service.engine.plans, *self.service.handed_over.list_plans()]
         return any(plan.budget is not None for plan in plans)
 
@@ -421,7 +417,7 @@ class Server:
 
 
 def find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
-    """The hashes in what all replicas have reported."""
+    """The hashes that all replicas have reported."""
     in_sessions: list[Loop | SessionRow] = [*loops.document.loops, *sessions.document.rows]
     rows: list[Loop | SessionRow | BudgetRow] = [*in_sessions, *[row for row in budgets.document.rows if row.orderable]]
     callers = {(name, row.tenant) for row in rows for name in list_names(row)}
@@ -439,19 +435,17 @@ def _describe_refusal(refusal: RefusedReload) -> dict[str, Any]:
     return {"at": refusal.at.isoformat(), "errors": refusal.errors, "count": refusal.count}
 
 
-def _drop_zero(number: float | None) -> float | None:
-    """A whole number without `.0`."""
+def _drop_zero_fraction(number: float | None) -> float | None:
     return int(number) if number is not None and number.is_integer() else number
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for the event, at most this long."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 def freeze_objects() -> None:
-    """Exempt existing objects from garbage collection, because they stay, and run it less often."""
+    """Exempt existing objects from garbage collection, because they are permanent, and collect less often."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 10, 10)

@@ -1,5 +1,5 @@
-"""The process's settings: flag, else environment (`LOOPGUARD_<NAME>`), else default; frozen once read."""
-# interpreted: read once; a dataclass of operators' choices
+"""The settings of `serve`: flag, else environment (`LOOPGUARD_<NAME>`), else default."""
+# interpreted: read once, at startup
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, par
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_", "COMPILED")
-"""Variables that Kubernetes sets for a Service called `loopguard`, and those that only tests and installs read."""
+"""Variables that Kubernetes sets for a Service named `loopguard`, and those of tests and installs."""
 
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
@@ -40,7 +40,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether no other machine can connect to it."""
+        """Whether only this machine can connect."""
         if self.is_unix or self.host == "localhost":
             return True
         try:
@@ -50,7 +50,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`; port 0 means a free one. Raises ValueError."""
+    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`; port 0 is a free one. Raises ValueError."""
     if text.startswith("unix:/"):
         return Address(text)
     found = _HOST_PORT.fullmatch(text)
@@ -74,7 +74,7 @@ class SubjectName(NamedTuple):
 
 _parse_positive = parse_integer(1)
 _parse_delay = parse_seconds(0, 86_400)
-_parse_timeout = parse_seconds(0.001, 60)  # a minute is more than any client waits
+_parse_timeout = parse_seconds(0.001, 60)  # no client waits longer than a minute
 
 
 def _parse_price(text: str) -> float:
@@ -95,7 +95,7 @@ def _parse_scope(text: str) -> str:
 
 
 def parse_subject_name(text: str) -> SubjectName:
-    """Parse a URI such as a SPIFFE id, an IP address or a DNS name; raises ValueError for anything else."""
+    """Parse a URI such as a SPIFFE ID, an IP address or a DNS name; raises ValueError for anything else."""
     if "://" in text:
         return SubjectName("URI", text)
     try:
@@ -122,7 +122,7 @@ def _parse_words(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of `loopguard serve`; each attribute is a flag and an environment variable."""
+    """The settings of `loopguard serve`; each is a flag and an environment variable."""
 
     policy: tuple[str, ...] = option(
         (),
@@ -204,7 +204,7 @@ class Settings:
 
     @property
     def watches(self) -> bool:
-        """Whether no policy is given, so that the preset is used, in shadow mode."""
+        """Whether no policy is given, so that the preset is used in shadow mode."""
         return not self.policy
 
 
@@ -214,7 +214,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_unknown(environ: Mapping[str, str]) -> list[str]:
-    """One warning for each variable that has the prefix but is not a setting, because it may be misspelt."""
+    """A warning for each variable with the prefix that is not a setting and may be misspelt."""
     known = [item.name.upper() for item in fields(Settings)]
     found = []
     for variable in sorted(environ):
@@ -226,5 +226,5 @@ def find_unknown(environ: Mapping[str, str]) -> list[str]:
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Read settings from parsed flags and the environment; raises UsageError, naming flag or variable, and what is right."""
+    """Read settings from parsed flags and the environment; raises UsageError with the flag or variable and a valid form."""
     return options.read_options(Settings, flags, environ, ENV_PREFIX)

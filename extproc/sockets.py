@@ -1,5 +1,5 @@
 """Listening sockets, with errors that explain themselves."""
-# interpreted: opens a server's sockets once
+# interpreted: runs once, at startup
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from extproc.errors import LoopguardError
 from extproc.settings import Address
 
 BACKLOG: Final = 1_024
-"""Length of the kernel's queue of connections that are not accepted yet."""
+"""Length of the kernel's queue of connections to accept."""
 
 
 def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int | None = None) -> socket.socket:
-    """Open a socket that listens on `address`, the value of `flag`; raises LoopguardError, with the reason, if that fails.
+    """Open a socket that listens on `address`, the value of `flag`; raises LoopguardError with the reason.
 
-    A Unix socket on which no process listens any more is replaced. Its file gets `mode`, or what the umask leaves.
+    A stale Unix socket is replaced. The socket's file gets `mode`, or the umask's default.
     """
     try:
         if address.is_unix:
@@ -27,7 +27,7 @@ def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         both = family is socket.AF_INET6 and address.host == "::" and socket.has_dualstack_ipv6()
         made = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections: no answer waits for an ACK
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; no answer waits for an ACK
         return made  # noqa: TRY300  # in one piece
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
@@ -35,7 +35,7 @@ def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int
 
 
 def keep_alive(connection: socket.socket, probe_seconds: int = 10) -> None:
-    """Make the kernel notice within a minute, by probes at this interval in seconds, if a peer's machine has vanished."""
+    """Make the kernel detect a vanished peer within a minute, by probes at this interval."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

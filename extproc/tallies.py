@@ -1,6 +1,6 @@
-"""Plain numbers for every request, because a library's counters cost more than what they count; `metrics` names them.
+"""A histogram of plain numbers for the hot path, where prometheus-client's would be too slow; `metrics` exports it.
 
-Only the event loop counts. The thread that answers a scrape only reads, and may see a request in one number but not yet in
+Only the event loop writes. The thread that answers a scrape only reads; it may see a request in one number but not yet in
 another.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class Buckets:
-    """A histogram: the upper bound of each bucket, the count of each (the last has no bound), and the sum of all values."""
+    """A histogram: upper bounds, a count per bucket (the last has no bound), and the sum of all values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(map(float, bounds))

@@ -81,7 +81,7 @@ class Place:
         return self.ids
 
     def settle(self) -> list[str]:
-        """Wait for what is judged in the background, and return the policies in force."""
+        """Wait for what is checked in the background, and return the policies in force."""
         self.runner.run(self.reloader.settle())
         return self.ids
 
@@ -561,7 +561,7 @@ def test_a_failure_to_judge_a_large_file_refuses_it(place: Place, judge: Judge) 
     place.change(a=[large("a-2")])
 
     assert (place.settle(), place.reloads) == (["a", "b"], (0, 1))
-    assert place.refused == {"a": (f"{place.folder}/a.json: /: cannot be judged: MemoryError()",)}
+    assert place.refused == {"a": (f"{place.folder}/a.json: /: cannot be checked: MemoryError()",)}
 
 
 def test_files_of_one_folder_that_change_together_act_together(place: Place, judge: Judge) -> None:
