@@ -1,2 +1,2 @@
 """The `loopguard` command."""
-# interpreted, with all below: waits for people, or prints and exits
+# interpreted, as all of this package: it prints and exits, or waits for input

@@ -1,4 +1,4 @@
-"""The screen of `loopguard top`: as many columns as the terminal has room for, the important ones first, and no row wraps."""
+"""The screen of `loopguard top`: the most important columns that fit the terminal. Rows do not wrap."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Column(NamedTuple):
     """One column.
 
     Attributes:
-        write: what a row has in it, as of a time in seconds since 1970.
-        width: maximum number of characters; what is longer ends with an ellipsis.
-        least: the narrowest terminal that has room for it.
-        right: it is aligned to the right.
-        grows: it gets a share of the room that is left.
+        write: makes the cell from a row and the time in seconds since 1970.
+        width: maximum number of characters; longer cells end with an ellipsis.
+        least: minimum width of the terminal for this column.
+        right: whether to align to the right.
+        grows: whether it gets a share of the remaining width.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Column(NamedTuple):
 
 
 class LoopScreen:
-    """A report of `/loops`, for a rich console of any width."""
+    """A report of `/loops` for a rich console of any width."""
 
     def __init__(self, report: Mapping[str, Any], commands: Sequence[str] = ()) -> None:
-        """Take the report; `commands` are printed below it, unchanged and unwrapped."""
+        """Store the report and the `commands` to print below it, unwrapped."""
         self._report = report
         self._commands = commands
 
@@ -75,7 +75,7 @@ class LoopScreen:
 
 
 def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
-    """A line about all budgets, and one for each of the tightest, cut to a width; empty if no policy has any."""
+    """A line about all budgets and one for each of the tightest, cut to a width; empty without budgets."""
     if report is None or not (report["known"] or report["exist"]):
         return []
     total = report["total"]
@@ -92,7 +92,7 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
         what = f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of {row['limit']:.6g}{unit} left"
         line = f"{used:>6}  {what}{again}  {row['refused']} refused  {write_caller(row)}"
         lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
-    # The report begins with the tight ones: those that it leaves out are like its last.
+    # The report begins with the tight ones, so budgets left out are like its last.
     left_out = total.get("budgets", 0) - len(report["budgets"])
     healthy = len(report["budgets"]) - len(tight)
     more = len(tight) - _BUDGETS_SHOWN
@@ -102,7 +102,7 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
 
 
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
-    """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
+    """The commands that stop or free each row, below comments about the row; `more` flags are appended to each."""
     lines = []
     for row in [*_list_burning(report), *report["conversations"]]:
         if "sessions" in row:
@@ -130,7 +130,7 @@ def write_number(number: float) -> str:
 
 
 def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
-    """Dollars if they are known, otherwise tokens; empty for nothing."""
+    """Dollars if known, else tokens; empty for zero."""
     if row[cost] is None:
         return f"~{write_number(row[tokens])} tok" if row[tokens] else ""
     dollars: float = row[cost]
@@ -140,7 +140,7 @@ def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
 
 
 def write_spent(row: Mapping[str, Any]) -> str:
-    """What reached the model; `~` marks an estimate."""
+    """The cost of requests that reached the model; `~` marks an estimate."""
     spent = write_cost(row, "cost_sent_on_usd", "input_tokens_sent_on")
     return f"~{spent}" if row.get("estimated_cost_usd") and spent.startswith("$") else spent
 
@@ -204,4 +204,4 @@ COLUMNS = (
     Column("policies", lambda row, _: ", ".join(row["policies"]), 30, 190),
     Column("orders", _write_orders, 60, 250),
 )  # fmt: skip
-"""One row for each conversation or failing tool."""
+"""The columns of a row, which is a conversation or a failing tool."""

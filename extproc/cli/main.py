@@ -1,4 +1,4 @@
-"""The `loopguard` command: runs a subcommand, and reports an error in one line."""
+"""The `loopguard` command: runs a subcommand and reports errors, each in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 for success, 1 for failure, 2 for a usage error."""
+    """Run the command; returns the exit code: 0 success, 1 failure, 2 usage error."""
     limit_integers()
     try:
         options = _read(sys.argv[1:] if arguments is None else arguments)
@@ -48,12 +48,11 @@ def _complain(message: str, code: int) -> int:
 
 
 def describe_version() -> str:
-    """The distribution's version, and its build."""
     return f"loopguard {version('extproc-loopguard')} ({describe_build()})"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage of twenty flags before it."""
+    """Reports errors in one line; argparse would print the usage of twenty flags before it."""
 
     def error(self, message: str) -> NoReturn:
         given = _CHOICE.search(message)
@@ -68,19 +67,19 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     except UsageError:
         if (unknown := _explain_flags(parser, arguments)) is None:
             raise
-        raise UsageError(unknown) from None  # what is required may be what was misspelt
-    if rest:  # the parser itself would point to the help of all commands
+        raise UsageError(unknown) from None  # the missing argument may be a misspelt one
+    if rest:  # argparse would point to the help of all commands
         message = f"unrecognized arguments: {' '.join(rest)}; see '{_name_parser(options.command)} --help'"
         raise UsageError(_explain_flags(parser, arguments) or message)
     return options
 
 
 def _explain_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str | None:
-    """The error that names misspelt flags and what they are like; None if no flag is like a known one."""
+    """The error about misspelt flags, with a suggestion; None if no flag resembles a known one."""
     known: list[str] = []
     waiting, name = [parser], ""
     for own in waiting:  # grows
-        for action in own._actions:  # noqa: SLF001  # argparse shows them no other way
+        for action in own._actions:  # noqa: SLF001  # argparse has no public way
             known += action.option_strings
             if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  # as above
                 below = [(word, action.choices[word]) for word in arguments if word in action.choices][:1]
@@ -97,13 +96,13 @@ def _name_parser(command: str | None) -> str:
 
 
 def _suggest(word: str, known: Sequence[str]) -> str:
-    bare = {each.lstrip("-"): each for each in known}  # dashes are alike in all of them
+    bare = {each.lstrip("-"): each for each in known}  # equal dashes would count as similarity
     close = get_close_matches(word.lstrip("-"), bare, 1)
     return f"; did you mean {bare[close[0]]}?" if close else ""
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Make a parser for the requested command, or for all of them: some take long to import."""
+    """Make a parser for the requested command, else for all of them. Some commands take long to import."""
     parser = _Parser(
         prog="loopguard",
         description="Stops runaway agents at the gateway: an Envoy external processor.",

@@ -1,8 +1,8 @@
-"""Reads lines of files that may be compressed, in bounded memory, and counts what is wrong with them, for `scan` and `replay`.
+"""Lines of plain, gzip or zstd files, read in bounded memory, and counts of problems with them; for `scan` and `replay`.
 
-The first bytes of a file tell whether it is compressed, with gzip or zstd.
+The first bytes of a file tell how it is compressed.
 """
-# interpreted: works on files
+# interpreted: reads files
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ else:
 PackedFile: TypeAlias = BufferedReader | gzip.GzipFile | zstd.ZstdFile
 
 LONGEST: Final = 32 * 2**20
-"""Longest line that is read, in bytes: a body above Envoy's buffer limit does not reach any policy."""
+"""Maximum bytes of a line; larger bodies exceed Envoy's buffer limit and reach no policy."""
 
 DAMAGES: Final = (zlib.error, gzip.BadGzipFile, zstd.ZstdError)
-"""What readers raise for damaged data; for data that is cut off, they raise EOFError."""
+"""Exceptions for damaged data; truncated data raises EOFError."""
 
 _GZIP: Final = b"\x1f\x8b"
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 _WINDOW: Final = 27
-"""Largest window that zstd's own command accepts by default, as the power of 2 of its bytes."""
+"""Largest window that the zstd command accepts by default, as a power of 2."""
 
 _FREE: Final = 2**28
 _MOST_PER_BYTE: Final = 1_032
-"""Most that one byte of gzip can become (deflate); zstd could go a hundred times further. A file below `_FREE` may."""
+"""Maximum expansion of gzip's deflate; zstd can reach a hundred times as much, which is allowed up to `_FREE` bytes."""
 
 _CHUNK: Final = 2**20
 _MOST_NAMES: Final = 20
@@ -53,9 +53,9 @@ class Problem(msgspec.Struct):
     """One kind of problem with lines.
 
     Attributes:
-        count: how often.
-        names: what it was, in the words of the file, and how often; at most 20.
-        places: the first ones.
+        count: number of lines.
+        names: details in the file's words, with counts; at most 20.
+        places: the first places.
     """
 
     count: int = 0
@@ -67,7 +67,7 @@ class Problems:
     """Problems with lines and files, by kind."""
 
     def __init__(self, places: int = 3) -> None:
-        """Keep this many places of each kind."""
+        """Keep the first `places` places of each kind."""
         self.by_kind: dict[str, Problem] = {}
         self._places = places
 
@@ -75,7 +75,7 @@ class Problems:
         self.merge({kind: Problem(count, {name: count} if name else {}, [place])})
 
     def merge(self, others: Mapping[str, Problem]) -> None:
-        """Add those of another process."""
+        """Add the problems of another process."""
         for kind, other in others.items():
             found = self.by_kind.setdefault(kind, Problem())
             found.count += other.count
@@ -89,8 +89,8 @@ class PackedLines:
     """The lines of an open file; raises OSError if it cannot be read.
 
     Attributes:
-        source: its decompressed content, or the file itself.
-        number: number of lines that were read.
+        source: the decompressed content, or the file itself.
+        number: number of lines read.
     """
 
     def __init__(self, name: str, raw: BufferedReader, problems: Problems, longest: int = LONGEST) -> None:
@@ -105,7 +105,7 @@ class PackedLines:
 
     @property
     def place(self) -> FilePlace:
-        """That of the line that was read last."""
+        """The place of the line read last."""
         return FilePlace(self._name, self.number)
 
     def tell(self) -> int:
@@ -113,7 +113,7 @@ class PackedLines:
         return self._raw.tell()
 
     def read(self) -> Iterator[bytes]:
-        """All lines that are neither blank nor too long, up to where a bomb begins."""
+        """The lines, except blank and too long ones, up to a decompression bomb."""
         while line := self.source.readline(self._longest):
             self.number += 1
             if self._is_bomb():
@@ -127,5 +127,5 @@ class PackedLines:
                 yield line
 
     def _is_bomb(self) -> bool:
-        """Whether what was read so far is far more than a file of this size usually contains."""
+        """Whether the file has expanded too much so far."""
         return self.source is not self._raw and self.source.tell() > _FREE + _MOST_PER_BYTE * self._raw.tell()

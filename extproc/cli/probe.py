@@ -1,4 +1,4 @@
-"""`loopguard check-envoy --probe`: marked requests through a live gateway, and what Loopguard says about each."""
+"""`loopguard check-envoy --probe`: sends marked requests through a live gateway and asks Loopguard about each."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _NOTHING: Mapping[str, Any] = {"matched": [], "counted": [], "left_out": {}}
 
 
 class ProbeRequest(NamedTuple):
-    """One way to send a request.
+    """One variant of a request.
 
     Attributes:
-        name: for people.
-        path: as it is sent.
-        alias: the path differs from the policy's, so an upstream may not know it.
-        chunked: the body has no `content-length`.
+        name: the variant's name in reports.
+        path: the path as sent.
+        alias: whether the path differs from the policy's, so that an upstream may not know it.
+        chunked: whether the body is sent without `content-length`.
     """
 
     name: str
@@ -65,8 +65,8 @@ class ProbeAnswer(NamedTuple):
     """A gateway's answer.
 
     Attributes:
-        status: 0 if there is none.
-        reached: the upstream has answered, not Envoy itself.
+        status: HTTP status; 0 without an answer.
+        reached: whether the upstream answered, not Envoy itself.
         error: why there is no answer.
     """
 
@@ -76,8 +76,6 @@ class ProbeAnswer(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One request to a path of a listener, its answer, and what that means."""
-
     url: str
     path: str
     request: ProbeRequest
@@ -91,7 +89,7 @@ class Result(NamedTuple):
 
 
 def list_requests(path: str, mark: str, big: int) -> Iterator[ProbeRequest]:
-    """The requests for a path. `mark` makes each body another one, so that no probe is a loop; `big` is in bytes."""
+    """The requests for a path. `mark` makes each body unique, so that no probe is a loop; `big` is in bytes."""
 
     def write(name: str, size: int = 0) -> bytes:
         message = {"role": "user", "content": f"loopguard probe {mark} {name} {'x' * size}"}
@@ -110,7 +108,7 @@ def list_requests(path: str, mark: str, big: int) -> Iterator[ProbeRequest]:
 
 
 def _spell(path: str) -> dict[str, str]:
-    """Other spellings of a path, which some upstreams take for the same."""
+    """Other spellings of a path that some upstreams treat as equal."""
     first, slash, rest = path[1:].partition("/")
     return {
         "dot segments": f"/loopguard-probe/..{path}",
@@ -128,7 +126,7 @@ def list_names() -> list[str]:
 
 
 def send(url: SplitResult, request: ProbeRequest, headers: Sequence[tuple[str, str]]) -> ProbeAnswer:
-    """Send a request, on a connection of its own, and wait for the head of its answer."""
+    """Send a request on its own connection and wait for the response headers."""
     content = iter([request.body]) if request.chunked else request.body
     target = {"target": request.path.encode("utf-8", "surrogateescape")}  # httpx would remove dot segments
     try:
@@ -147,7 +145,7 @@ def send(url: SplitResult, request: ProbeRequest, headers: Sequence[tuple[str, s
 
 
 def list_paths(policies: PolicySet | None, report: CheckReport | None) -> list[str]:
-    """The paths to probe: those of policies, and those of a configuration's guarded routes."""
+    """The paths to probe: those of the policies and of the configuration's guarded routes."""
     found: list[str] = []
     for policy in policies.list_acting() if policies is not None else ():
         selector = policy.spec.selector
@@ -159,7 +157,7 @@ def list_paths(policies: PolicySet | None, report: CheckReport | None) -> list[s
 
 
 def read_headers(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Parse `NAME: VALUE`; raises UsageError for anything else."""
+    """Parse `NAME: VALUE`; raises UsageError."""
     found = []
     for text in texts:
         name, colon, value = text.partition(":")
@@ -172,7 +170,7 @@ def read_headers(texts: Sequence[str]) -> list[tuple[str, str]]:
 def probe(
     urls: Sequence[str], paths: Sequence[str], clients: Sequence[AdminClient], headers: Sequence[tuple[str, str]], big: int
 ) -> list[Result]:
-    """Send every request to every listener, then ask the Loopguards about them; raises LoopguardError if one fails."""
+    """Send every request to every listener, then ask all Loopguards about them; raises LoopguardError."""
     name = secrets.token_hex(16)
     listeners = [(text, _parse_url(text)) for text in urls]
     for client in clients:
@@ -186,7 +184,7 @@ def probe(
                 sent.append((text, path, request, answer, mark))
     noted = _ask(clients, name)
     if any(mark not in noted for *_, mark in sent):
-        time.sleep(_LATE_SECONDS)  # where Envoy does not wait for Loopguard
+        time.sleep(_LATE_SECONDS)  # some Envoys do not wait for Loopguard
         noted = _ask(clients, name)
     plain = {(text, path): answer for text, path, _, answer, _ in reversed(sent)}
     return [
@@ -211,12 +209,12 @@ def _ask(clients: Sequence[AdminClient], name: str) -> dict[str, Mapping[str, An
 
 
 def judge(request: ProbeRequest, answer: ProbeAnswer, noted: Mapping[str, Any] | None, plain: ProbeAnswer) -> tuple[str, str]:
-    """The verdict about a request, and the reason.
+    """Judge a request; returns the verdict and the reason.
 
     Args:
         request: what was sent.
-        answer: to it.
-        noted: what a Loopguard says about it: `matched`, `counted` and `left_out` policies; None if it was not asked.
+        answer: the answer to it.
+        noted: Loopguard's account of it: `matched`, `counted` and `left_out` policies; None if it did not see the request.
         plain: the answer to the first request for the same path.
     """
     matched, counted, left_out = [(noted or _NOTHING)[key] for key in ("matched", "counted", "left_out")]
@@ -236,7 +234,7 @@ def judge(request: ProbeRequest, answer: ProbeAnswer, noted: Mapping[str, Any] |
 
 
 def is_guarded(results: Sequence[Result], ignored: Sequence[str]) -> bool:
-    """Whether only `ignored` requests can pass unguarded, and Loopguard has decided some for each listener and path."""
+    """Whether only `ignored` requests pass unguarded, and each listener and path has a guarded request."""
     probed = {(result.url, result.path) for result in results}
     guarded = {(result.url, result.path) for result in results if result.verdict == GUARDED}
     unguarded = {result.request.name for result in results if result.verdict == UNGUARDED}
@@ -244,7 +242,7 @@ def is_guarded(results: Sequence[Result], ignored: Sequence[str]) -> bool:
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """Print a table for each listener and path, and a sum."""
+    """Print a table for each listener and path, and totals."""
     for url, path in dict.fromkeys((result.url, result.path) for result in results):
         table = make_table(urlsplit(url)._replace(path=path).geturl(), "status", "verdict", "why")
         own = [result for result in results if (result.url, result.path) == (url, path)]

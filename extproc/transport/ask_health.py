@@ -1,5 +1,5 @@
-"""Asks another process for its health (grpc.health.v1)."""
-# interpreted: asks once
+"""A client for health checks (grpc.health.v1)."""
+# interpreted: runs once per command
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from extproc.transport.health import HEALTH
 
 
 def ask_health(address: Address, timeout: float, credentials: object = None, server_name: str = "") -> str:
-    """Ask a server; returns its status, such as `SERVING`, or why there is no answer.
+    """Check a server; returns its status, such as `SERVING`, or the error.
 
     Args:
         address: where the server listens.
         timeout: in seconds.
-        credentials: gRPC's, for mutual TLS; None for none.
-        server_name: in the server's certificate; default: the host.
+        credentials: gRPC's credentials for mutual TLS; None for plaintext.
+        server_name: the name in the server's certificate; default: the host.
     """
     options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
     if server_name:

@@ -1,10 +1,10 @@
-"""The lean transport: sockets and tasks around `grpc.GrpcConnection`, serving ext_proc, Envoy's access log and grpc.health.v1.
+"""The default transport: sockets and tasks around `grpc.GrpcConnection`; serves ext_proc, access logs and grpc.health.v1.
 
 Messages that arrive in one read are answered in one write, so the cost of the sockets falls as load rises. A message that the
 service answers at once does not become a task. Tasks only wait for a store or for the delay of a throttled request.
 
 Connections take turns. After a bounded amount of work, or a large read, a connection stops reading until the next iteration of
-the event loop, so that no connection keeps the others waiting.
+the event loop, so that it does not delay the others.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from extproc.transport.tls import Certificates
 _LOG = logging.getLogger("loopguard")
 
 _LARGE_READ: Final = 65_536
-"""uvloop reads on while its buffer of 256,000 bytes fills up, up to 32 times, so other connections come first after that."""
+"""After a read of this size other connections come first: uvloop repeats a read that fills its buffer up to 32 times."""
 
 _MAX_WATCHES: Final = 100
-"""Maximum number of health watches of one connection; Envoy has none."""
+"""Maximum number of health watches per connection; Envoy opens none."""
 
 _LINES_PER_SECOND: Final = 5
 _GOODBYE_SECONDS: Final = 0.5
@@ -53,10 +53,10 @@ _GOODBYE_SECONDS: Final = 0.5
 _POLL_SECONDS: Final = 0.02
 
 _RETIRED_SECONDS: Final = 1.0
-"""Time for a peer to leave by itself after it was asked to, and for every stream that it opens meanwhile."""
+"""Time for a peer to close its connection after a GOAWAY."""
 
 _RETIRED_AT_ONCE: Final = 100
-"""One in this many of all connections is asked at once, because finding idle ones requires a look at each."""
+"""A GOAWAY goes to 1/100 of all connections at a time, because finding idle ones visits each."""
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
@@ -67,7 +67,7 @@ _METHODS: Final = {_PROCESS: False, _LOG_ACCESS: False, _CHECK: True, _WATCH: Tr
 _LOGGED: Final = StreamAccessLogsResponse().SerializeToString()
 
 _ENTRY_WORK: Final = 4
-"""The cost of an access log entry in a turn, in frames."""
+"""Cost of an access log entry, in frames."""
 
 
 class _Serving(Listener):
@@ -75,7 +75,7 @@ class _Serving(Listener):
 
     Attributes:
         stream: the stream; None for a watch.
-        task: what the answer waits for, or the watch itself; cancelled if the call ends first.
+        task: the task that the answer waits for, or the watch itself; cancelled if the call ends first.
     """
 
     def __init__(self, peer: _Peer, call: Call, stream: Stream | None) -> None:
@@ -113,7 +113,7 @@ class _Peer(asyncio.Protocol):
 
     @property
     def decides(self) -> bool:
-        """Whether some call will end by itself; access logs last as long as the connection."""
+        """Whether any call will end by itself; access logs last as long as the connection."""
         return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -124,7 +124,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the protocol's signature
-        """End all calls, because the peer is gone."""
+        """End all calls: the peer has disconnected."""
         self._server.peers.discard(self)
         self._server.retiring.discard(self)
         self._hello.cancel()
@@ -132,18 +132,18 @@ class _Peer(asyncio.Protocol):
         self._drop_all()
 
     def pause_writing(self) -> None:
-        """Stop reading, because the peer reads more slowly than it asks."""
+        """Stop reading: the peer does not read its answers."""
         self._stalled = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Continue, because the peer has caught up."""
+        """Continue: the peer has caught up."""
         self._stalled = False
         self._resting = True
         self._schedule()
 
     def data_received(self, data: bytes) -> None:
-        """Process new and remaining data for one turn; the answers are sent in one write."""
+        """Process new and remaining data for one turn; send the answers in one write."""
         connection = self._grpc
         self.heard = self._loop.time()
         connection.receive(data, self.heard)
@@ -168,7 +168,7 @@ class _Peer(asyncio.Protocol):
             self._transport.resume_reading()
 
     def shut(self) -> None:
-        """Ask the peer to open no more calls."""
+        """Tell the peer to open no more calls."""
         self._grpc.shut()
         for number, serving in list(self._serving.items()):
             if serving.stream is None:  # a health watch would never end by itself
@@ -176,7 +176,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def release(self) -> None:
-        """End every call with OK, so that Envoy continues its request, or with an error if that would lose a body."""
+        """End every call with OK, so that Envoy continues the request, or with an error if OK would lose a body."""
         for call in list(self._grpc.calls.values()):
             serving = self._serving.get(call.number)
             if serving is not None and serving.stream is not None and serving.stream.carries:
@@ -186,12 +186,12 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def retire(self) -> None:
-        """Ask an idle peer to leave, and close the connection after a pause. Streams that it opens meanwhile are served."""
+        """Send an idle peer a GOAWAY and close the connection after a pause. Streams opened meanwhile are served."""
         self._server.retiring.add(self)
         self.shut()
-        self._loop.call_later(_RETIRED_SECONDS, self._part)
+        self._loop.call_later(_RETIRED_SECONDS, self._close_if_idle)
 
-    def _part(self) -> None:
+    def _close_if_idle(self) -> None:
         self._server.retiring.discard(self)
         if not self.calls:  # else the connection is in use again
             self._transport.close()
@@ -204,12 +204,12 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def _schedule(self) -> None:
-        """Begin a turn in the next iteration of the event loop, for everything that becomes ready until then."""
+        """Begin a turn in the next iteration of the event loop, for everything that is ready by then."""
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._take_turn)
 
-    def _go_on(self) -> None:
+    def _take_turn(self) -> None:
         self._scheduled = False
         self.data_received(b"")
 
@@ -221,7 +221,7 @@ class _Peer(asyncio.Protocol):
             self._leave(self._grpc.error)
 
     def _leave(self, error: ProtocolError) -> None:
-        """Close the connection to a peer that broke the protocol, after time to read the reason: closing now would drop it."""
+        """Close the connection after a protocol error, with a pause for the peer to read the reason."""
         self._leaving = True
         self._server.log_error(error)
         self._grpc.close()
@@ -244,7 +244,6 @@ class _Peer(asyncio.Protocol):
             self._finish(call, error.code, str(error))
 
     def _process(self, call: Call, message: bytes) -> None:
-        """envoy.service.ext_proc.v3.ExternalProcessor/Process."""
         serving = self._serving.get(call.number)
         if serving is None:
             opened = Stream(self._server.service, call.metadata)
@@ -262,7 +261,7 @@ class _Peer(asyncio.Protocol):
             serving.task = reply
             reply.notify(serving)
         else:
-            # Not with the loop's create_task, which makes up a name.
+            # The loop's create_task would make up a name.
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
 
     def settle(self, serving: _Serving, later: Later) -> None:
@@ -316,7 +315,7 @@ class _Peer(asyncio.Protocol):
             self._finish(call, grpc.OK)
 
     def _give_up(self, call: Call, stream: Stream) -> None:
-        """Stop waiting for the body: after status OK, Envoy continues the request. If it keeps no body, hand it on."""
+        """Stop waiting for the body: after status OK, Envoy continues the request. In duplex mode, pass the body on first."""
         for message in stream.take_handed_on():
             self._grpc.send(call, message)
         if not stream.carries:
@@ -324,7 +323,7 @@ class _Peer(asyncio.Protocol):
         self._schedule()
 
     def _drop(self, number: int) -> None:
-        """Drop a call that is over; its answer may still be under way."""
+        """Drop a call that is over; its answer may not be sent yet."""
         serving = self._serving.pop(number, None)
         if serving is None:
             return
@@ -340,7 +339,6 @@ class _Peer(asyncio.Protocol):
             self._drop(number)
 
     def _check_health(self, call: Call, message: bytes) -> None:
-        """grpc.health.v1.Health/Check."""
         answer = self._server.health.status(parse_check(message).service)
         if answer.status == HealthCheckResponse.SERVICE_UNKNOWN:
             self._grpc.finish(call, grpc.NOT_FOUND, "unknown service")
@@ -348,7 +346,6 @@ class _Peer(asyncio.Protocol):
             self._grpc.answer(call, answer.SerializeToString())
 
     def _watch_health(self, call: Call, message: bytes) -> None:
-        """grpc.health.v1.Health/Watch."""
         service = parse_check(message).service
         if self._watches >= _MAX_WATCHES:
             raise ProtocolError("too many watches", code=grpc.RESOURCE_EXHAUSTED)
@@ -371,13 +368,13 @@ def parse_check(message: bytes) -> HealthCheckRequest:
 
 
 class FastServer:
-    """The same interface as `grpcio.GrpcServer`, without grpcio.
+    """Has the interface of `grpcio.GrpcServer`, without grpcio.
 
     Attributes:
-        cache: cache of header fields, for all connections.
-        pool: bytes that connections may hold.
+        cache: header fields of all connections.
+        pool: bytes that all connections may buffer.
         hello_seconds: time within which a new connection must speak HTTP/2.
-        retiring: peers that were asked to leave.
+        retiring: peers that were sent a GOAWAY.
     """
 
     def __init__(
@@ -409,7 +406,7 @@ class FastServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
     def _make_room(self) -> bool:
-        """Whether another connection is allowed. Above the bound, those that have been idle longest are asked to leave."""
+        """Whether another connection is allowed. Above the limit, the longest idle ones get a GOAWAY."""
         most = self.service.settings.max_connections
         if len(self.peers) < most:
             return True
@@ -421,28 +418,27 @@ class FastServer:
         return len(self.peers) < most + share
 
     async def stop(self, grace: float) -> None:
-        """Accept no more calls, give those in flight `grace` seconds, then end them so that their requests continue."""
+        """Refuse new calls, give those in flight `grace` seconds to finish, then end them so that their requests continue."""
         self._acceptor.close()
         for peer in list(self.peers):
             peer.shut()
-        await _until(lambda: not any(peer.decides for peer in self.peers), grace)
+        await _wait_until(lambda: not any(peer.decides for peer in self.peers), grace)
         for peer in list(self.peers):
             peer.release()
-        # A peer that was asked to leave closes the connection itself after reading its last answer.
-        await _until(lambda: not self.peers, _GOODBYE_SECONDS)
+        # After a GOAWAY, the peer closes the connection itself once it has read its last answer.
+        await _wait_until(lambda: not self.peers, _GOODBYE_SECONDS)
         for peer in list(self.peers):
             peer.close()
 
     def log_error(self, error: ProtocolError) -> None:
-        """Log a connection that broke the protocol, at a limited rate."""
+        """Log a protocol error, at a limited rate."""
         suppressed = self._errors.admit(asyncio.get_running_loop().time())
         if suppressed is not None:
             extra = make_extra(error=str(error), code=error.code, suppressed=suppressed or None)
             _LOG.info("connection ended for a protocol error", extra=extra)
 
 
-async def _until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait for the condition, at most this long."""
+async def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110  # an event for this would slow every call down

@@ -1,7 +1,7 @@
 """gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), server side, without a socket: bytes in, events out, bytes to send.
 
-This is the life of a call, from its headers to its status. Its owner learns about a call with its first message, so calls
-without messages cost no more than streams. Requests that are not gRPC, or call an unknown method, are refused here.
+A call lasts from its headers to its status. Its owner learns about it with the first message, so calls without messages cost
+no more than streams. Requests that are not gRPC, or that call an unknown method, are refused here.
 
 A call is over when its status is sent, the peer has cancelled it, or it broke a rule. Then nothing more is delivered, and
 anything that its owner sends is dropped.
@@ -28,29 +28,28 @@ UNIMPLEMENTED: Final = 12
 UNAVAILABLE: Final = 14
 
 MAX_MESSAGE: Final = 64 * 2**20
-"""Maximum length of a message, in bytes: far above any reasonable buffer limit of Envoy."""
+"""Maximum bytes of a message: far above any reasonable buffer limit of Envoy."""
 
 METADATA_PREFIX: Final = b"x-loopguard-"
 MAX_METADATA: Final = 16
 MAX_SILENT: Final = 1_000
-"""Maximum number of a connection's calls without a message; the oldest is dropped. Envoy sends the first message at once."""
+"""Maximum number of calls without a message per connection; the oldest is dropped. Envoy sends a message at once."""
 
 _LONG: Final = 4_096
-"""From this length on, a copy of a message costs more than to write it in pieces."""
+"""From this length on, copying a message costs more than writing it in pieces."""
 
 _PREFIX: Final = 5
-"""Bytes before a message: a compression flag, and the length in 4 bytes."""
+"""Bytes before a message: a compression flag and the length in 4 bytes."""
 
 _MESSAGE_WORK: Final = 8
-"""Cost of a message in frames, because its receiver has more to do than HTTP/2; see `Http2Limits.work`. A large message costs
-one frame per page."""
+"""Cost of a message, in frames (see `Http2Limits.work`), plus one frame per 4 KiB: handling it costs more than HTTP/2."""
 
 _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
 
 
 Message: TypeAlias = bytes | list[bytes | memoryview]
-"""A message to send; a long one may be in pieces, which are only joined with everything else that is sent."""
+"""A message to send; a long one may be in pieces, which are joined once, with the rest of the output."""
 
 
 class Call:
@@ -60,7 +59,7 @@ class Call:
         number: the number of its stream.
         method: its path, such as `/grpc.health.v1.Health/Check`.
         metadata: Loopguard's part of the request's metadata.
-        over: nothing more is delivered.
+        over: whether the call has ended; nothing more is delivered.
     """
 
     def __init__(self, stream: Http2Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
@@ -68,13 +67,13 @@ class Call:
         self.number = stream.number
         self.method = method
         self.metadata = metadata
-        self.single = single  # it has one message; what follows is dropped
+        self.single = single  # has one message; anything after it is dropped
         self.over = False
         self.silent = True  # no message yet
         self.started = False  # response headers are sent
-        self.busy = False  # its owner accepts no messages for now
+        self.busy = False  # paused by its owner
         self.half_closed = False  # the peer has ended its side
-        self.received = bytearray()  # messages that are not delivered or not complete
+        self.received = bytearray()  # undelivered and incomplete messages
 
     @property
     def size(self) -> int:
@@ -98,7 +97,7 @@ class HalfClosed:
 
 
 class CallEnded:
-    """The call was not ended by its owner: the peer cancelled it or broke a rule."""
+    """The peer cancelled the call or broke a rule."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -123,9 +122,13 @@ class GrpcConnection:
         cache: Cache | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """Write the first bytes. `methods` are the paths served, with True for those whose calls consist of a single message.
+        """Write the first bytes.
 
-        All connections of a server share `cache` and `pool`.
+        Args:
+            methods: the paths served; True for calls of a single message.
+            limits: of this connection.
+            cache: shared by all connections of a server.
+            pool: shared by all connections of a server.
         """
         self.calls: dict[int, Call] = {}
         self._http = http2.Connection(limits, cache, pool)
@@ -140,7 +143,7 @@ class GrpcConnection:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is received or sent any more, except the bytes that `data_to_send` still returns."""
+        """Whether the connection is over; only the bytes that `data_to_send` still returns remain to be sent."""
         return self._http.ended
 
     @property
@@ -150,7 +153,7 @@ class GrpcConnection:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is more to do than fitted into the turn; `receive(b"")` starts the next one."""
+        """Whether work is left for the next turn, which `receive(b"")` starts."""
         return self._http.unfinished or (len(self._ready) > 0 and not self._http.ended)
 
     def receive(self, data: bytes, now: float = 0.0) -> None:
@@ -162,7 +165,7 @@ class GrpcConnection:
         return self._http.data_to_send()
 
     def next_event(self) -> Event | None:
-        """The next event; None when all are delivered, or this turn is over."""
+        """The next event; None at the end of the events or of this turn."""
         http = self._http
         while not http.ended:
             if self._ready:
@@ -202,7 +205,7 @@ class GrpcConnection:
         self._close(call)
 
     def send_all(self, call: Call, messages: Sequence[Message], *, last: bool) -> None:
-        """Send several messages in as few frames as they fit into; after the `last` ones, the status OK."""
+        """Send several messages in as few frames as possible; with `last`, then the status OK."""
         if call.over:
             return
         self._start(call)
@@ -235,25 +238,25 @@ class GrpcConnection:
         self._close(call)
 
     def charge(self, work: int) -> None:
-        """Add a message's cost, in frames, beyond the cost of every message."""
+        """Add to the cost of a message, in frames."""
         self._http.work += work
 
     def pause(self, call: Call) -> None:
-        """Deliver nothing more of this call until `resume`."""
+        """Deliver no more messages of this call until `resume`."""
         call.busy = True
 
     def resume(self, call: Call) -> None:
-        """Deliver what has arrived meanwhile, from the next turn on."""
+        """Deliver messages again, from the next turn on."""
         call.busy = False
         if not call.over and (call.received or call.half_closed):
             self._ready.append(call)
 
     def shut(self) -> None:
-        """Ask the peer to open no more calls."""
+        """Tell the peer to open no more calls."""
         self._http.goaway()
 
     def close(self) -> None:
-        """End all calls, because the connection is lost."""
+        """End all calls: the connection is lost."""
         for call in self.calls.values():
             call.over = True
         self.calls.clear()
@@ -288,11 +291,11 @@ class GrpcConnection:
             return None
         call.half_closed = got.ended
         data = got.data
-        if call.busy or call.received or got.ended or not _is_message(data):
-            return self._keep(call, data)
-        return self._open(call, data[_PREFIX:])  # one whole message, as almost always
+        if call.busy or call.received or got.ended or not _is_one_message(data):
+            return self._buffer(call, data)
+        return self._open(call, data[_PREFIX:])  # exactly one message: the usual case
 
-    def _keep(self, call: Call, data: bytes) -> Event | None:
+    def _buffer(self, call: Call, data: bytes) -> Event | None:
         if not self._http.share.take(len(data)):
             return self._refuse(call, ProtocolError("too much data in incomplete messages", code=RESOURCE_EXHAUSTED))
         call.received += data
@@ -310,7 +313,7 @@ class GrpcConnection:
         return MessageReceived(call, message)
 
     def _deliver(self, call: Call) -> Event | None:
-        """The next event from what a call has received, if it is complete."""
+        """The next event from a call's received bytes, or None if they are incomplete."""
         if call.over or call.busy:
             return None
         if call.single and not call.silent:
@@ -336,7 +339,7 @@ class GrpcConnection:
         return None
 
     def _refuse(self, call: Call, error: ProtocolError) -> Event | None:
-        """End a call whose peer broke a rule, and tell its owner, if it has one."""
+        """End a call whose peer broke a rule, and tell its owner if it has one."""
         self.finish(call, error.code, str(error))
         return None if call.silent else CallEnded(call)
 
@@ -369,13 +372,13 @@ class GrpcConnection:
 
 
 def read_metadata(headers: Block) -> list[tuple[str, str]]:
-    """Loopguard's part of a request's metadata; nothing else is kept while a call lasts."""
+    """Loopguard's part of a request's metadata; the rest is dropped."""
     ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][:MAX_METADATA]
     return [(field.name.decode("latin-1"), field.value.decode("latin-1")) for field in ours]
 
 
 def read_size(data: bytearray) -> int:
-    """The length of a message with its prefix, 0 if unknown yet; raises ProtocolError, with gRPC's code, if it is too large."""
+    """The length of a message with its prefix, or 0 if not known yet; raises ProtocolError with gRPC's code."""
     if len(data) < _PREFIX:
         return 0
     if data[0]:
@@ -387,18 +390,17 @@ def read_size(data: bytearray) -> int:
 
 
 def find_method(headers: Block) -> bytes:
-    """The method that a request calls; empty if it is not gRPC."""
+    """The method that a request calls, or empty if the request is not gRPC."""
     is_call = headers.method == b"POST" and headers.content_type.lower().startswith(b"application/grpc")
     return headers.path if is_call else b""
 
 
 def frame_message(message: bytes) -> bytes:
-    """A message with its prefix: the compression flag, which is 0, and its length."""
+    """A message with its prefix: compression flag 0 and the length."""
     return len(message).to_bytes(_PREFIX, "big") + message
 
 
-def _is_message(data: bytes) -> bool:
-    """Whether this is exactly one message that is not compressed."""
+def _is_one_message(data: bytes) -> bool:
     size = len(data) - _PREFIX
     if size < 0 or data[0]:
         return False
@@ -406,7 +408,7 @@ def _is_message(data: bytes) -> bool:
 
 
 def encode_trailers(status: int, message: str = "", *, only: bool = False) -> bytes:
-    """The header block that ends a call. `only` is for a response that has nothing before it (Trailers-Only)."""
+    """The header block that ends a call; `only` for a response without headers and messages (Trailers-Only)."""
     start = [(b":status", b"200"), (b"content-type", b"application/grpc")] if only else []
     text = [(b"grpc-message", quote(message, safe=" ").encode())] if message else []
     return encode([*start, (b"grpc-status", str(status).encode()), *text])

@@ -1,5 +1,5 @@
 """The reference transport: grpc.aio serving ext_proc, Envoy's access log and grpc.health.v1."""
-# interpreted: grpcio takes all of its time
+# interpreted: grpcio takes all of the time
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from extproc.transport.tls import Certificates, Pem, make_name
 _LOG = logging.getLogger("loopguard")
 
 _LAST_SECONDS = 1.0
-"""While Loopguard stops, how long an answered call waits for Envoy to end it. gRPC closes a connection with its last call, and
-the close may overtake the status of that call. Envoy keeps the call open while it waits for the upstream.
+"""How long an answered call waits for Envoy to end it during shutdown: gRPC closes a connection with its last call, and the
+close may overtake that call's status. Envoy keeps the call open while it waits for the upstream.
 """
 
 _OPTIONS = [
@@ -39,17 +39,17 @@ _OPTIONS = [
     ("grpc.absolute_max_metadata_size", 4 << 20),
     # Two servers on one port would share it silently.
     ("grpc.so_reuseport", 0),
-    # An Envoy whose machine has vanished must not hold its streams for hours.
+    # The streams of an Envoy whose machine has vanished must not stay open for hours.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # A silent connection ends as on the other transport; gRPC's default is two minutes.
+    # Silent connections end as on the other transport; gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 
 class _Writer:
-    """Writes the messages of one call, one after the other: grpc allows no two writes at once."""
+    """Serializes the writes of one call, because grpc allows one at a time."""
 
     def __init__(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         self._context = context
@@ -57,13 +57,12 @@ class _Writer:
         self._pushes: set[asyncio.Task[None]] = set()
 
     async def write(self, messages: Iterable[bytes]) -> None:
-        """Write messages."""
         async with self._lock:
             for message in messages:
                 await self._context.write(message)
 
     def push(self, messages: Iterable[bytes]) -> None:
-        """Write messages while the call waits for its next one."""
+        """Write messages in a task, while the call waits for its next message."""
         push = asyncio.create_task(self.write(messages))
         self._pushes.add(push)
         push.add_done_callback(self._pushes.discard)
@@ -99,7 +98,7 @@ class GrpcServer:
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
         """Listen, with mutual TLS if there are certificates; returns the address with its real port. Raises LoopguardError."""
-        # grpc does not say why it cannot listen, and would take a Unix socket away from its owner.
+        # grpc gives no reason if it cannot listen, and would take over a Unix socket in use.
         probe = open_listening_socket(address)
         probe.close()
         try:
@@ -114,7 +113,7 @@ class GrpcServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
 
     async def stop(self, grace: float) -> None:
-        """Accept no more streams, give those in flight `grace` seconds, then end them; logs and watches would never end."""
+        """Refuse new streams, end logs and watches, give other streams `grace` seconds, then end them."""
         self._is_stopping = True
         for call in self._endless:
             call.cancel()
@@ -135,7 +134,7 @@ class GrpcServer:
             if stream.carries:
                 writer.push(stream.take_handed_on())
             elif self._service.released:
-                # grpc cannot end a call cleanly while it reads. Only a stop justifies that; else its next message ends it.
+                # grpc cannot end a call cleanly while it reads; only a shutdown justifies that. Else the next message ends it.
                 call.cancel()
 
         stream.on_given_up = give_up
@@ -151,7 +150,6 @@ class GrpcServer:
             stream.close()
 
     async def _converse(self, stream: Stream, writer: _Writer, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
-        """Answer a client's messages until the call is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as patience:
                 while (data := await context.read()) is not grpc.aio.EOF:
@@ -164,7 +162,7 @@ class GrpcServer:
                         patience.reschedule(asyncio.get_running_loop().time() + _LAST_SECONDS)
 
     async def _answer(self, stream: Stream, writer: _Writer, reply: Reply) -> bool:
-        """Do as a reply says; returns whether the call is over."""
+        """Carry out a reply; returns whether the call is over."""
         if reply.hold_ms:
             if reply.first:
                 await writer.write([reply.first])
@@ -201,9 +199,9 @@ class GrpcServer:
 
     @contextmanager
     def _until_stop(self) -> Iterator[None]:
-        """Wrap a handler that never ends by itself, so that a stop ends it.
+        """Wrap a handler that never ends by itself, so that `stop` ends it.
 
-        A call whose handler is cancelled continues; a call whose handler returns is over.
+        A call ends when its handler returns, but not when it is cancelled.
         """
         call = cast("asyncio.Task[None]", asyncio.current_task())
         self._endless.add(call)
@@ -228,7 +226,7 @@ def read_names(properties: Mapping[str, Iterable[bytes]]) -> list[SubjectName]:
 
 
 def _make_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Server credentials that follow the files: gRPC asks for them at every handshake, from its own threads."""
+    """Credentials that follow the files: gRPC calls `fetch` at every handshake, from its own threads."""
     given = certificates.pem
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:

@@ -1,8 +1,8 @@
 """Header blocks (HPACK, RFC 7541): a decoder, and an encoder that writes only literals.
 
-Loopguard asks for a SETTINGS_HEADER_TABLE_SIZE of 0. When the peer's encoder has shrunk its table, equal blocks mean the same
-everywhere. A field without a reference into the dynamic table always does. Envoy repeats nearly all of its fields and most of
-its blocks, so both are remembered by their bytes. This cache is exact, and all connections share it.
+Loopguard sets SETTINGS_HEADER_TABLE_SIZE to 0. Once the peer's encoder has shrunk its table, a block's meaning depends on its
+bytes alone, on every connection. The meaning of a field without a reference to the dynamic table always does. Envoy repeats
+nearly all of its fields and most of its blocks, so both are cached by their bytes, for all connections. The cache is exact.
 
 All work for a peer is bounded: the bytes of a block before and after decoding, the number of its fields, and the cache.
 """
@@ -21,12 +21,12 @@ COMPRESSION_ERROR: Final = 0x9
 ENHANCE_YOUR_CALM: Final = 0xB
 
 MAX_BLOCK: Final = 65_536
-"""Maximum bytes of a header block and of its fields, as RFC 9113 section 6.5.2 counts them; Envoy itself accepts 60 KiB."""
+"""Maximum bytes of a header block and of its fields, counted as in RFC 9113 section 6.5.2; Envoy accepts 60 KiB."""
 
 MAX_FIELDS: Final = 256
-"""Maximum number of fields in a block; Envoy itself accepts 100."""
+"""Maximum number of fields in a block; Envoy accepts 100."""
 
-# Kinds of fields. Pseudo-header fields are bits, so that a repeated one is noticed.
+# Kinds of fields. Pseudo-header fields are bits, to detect repeated ones.
 REGULAR: Final = 0
 METHOD: Final = 1
 SCHEME: Final = 2
@@ -53,13 +53,13 @@ _LENGTH_DIGITS: Final = 18
 
 _TABLE_SIZE: Final = 4_096
 _ENTRY_OVERHEAD: Final = 32
-"""The bytes that RFC 7541 section 4.1 adds to a field."""
+"""Bytes that RFC 7541 section 4.1 adds to a field."""
 
 _OBJECTS: Final = 300
-"""Memory of a field, or of a block, in addition to its bytes."""
+"""Memory of a field or block, in addition to its bytes."""
 
 _MAX_UPDATES: Final = 2
-"""Maximum number of table size updates at the start of a block: the smallest size and the last one (RFC 7541 section 4.2)."""
+"""Maximum number of table size updates at the start of a block: the smallest and the last (RFC 7541 section 4.2)."""
 
 _INTEGER_BITS: Final = 28
 
@@ -77,9 +77,9 @@ class Field:
     Attributes:
         name: lower-case unless it is malformed.
         value: the field's value.
-        size: as RFC 7541 section 4.1 counts it.
+        size: in bytes, counted as in RFC 7541 section 4.1.
         kind: the kind of field.
-        encoded: its bytes in a block, if it is a literal without references; else empty.
+        encoded: its bytes in a block if it is a literal without references, else empty.
     """
 
     def __init__(self, name: bytes, value: bytes) -> None:
@@ -91,7 +91,7 @@ class Field:
 
 
 def classify(name: bytes, value: bytes) -> int:
-    """A field's kind; MALFORMED for one that no request may have (RFC 9113 sections 8.2 and 8.3)."""
+    """A field's kind; MALFORMED if no request may have it (RFC 9113 sections 8.2 and 8.3)."""
     kind = classify_name(name)
     if 13 in value or 10 in value or 0 in value:  # noqa: PLR2004  # CR, LF, NUL; compiled code reads literals fastest
         return MALFORMED
@@ -116,8 +116,8 @@ class Block:
     """A header block, read as a request (RFC 9113 section 8.3).
 
     Attributes:
-        fields: in order; not to be changed.
-        malformed: it is not a request, but may be trailers.
+        fields: in order; do not modify.
+        malformed: whether it is not a request; it may be trailers.
         method: the request's method; the other pseudo-header fields likewise.
         path: as the peer sent it.
         content_type: empty if missing.
@@ -160,21 +160,21 @@ class Block:
         return seen & needed == needed
 
     def _read_length(self, length: int) -> bool:
-        """Set the content-length; returns whether it agrees with an earlier one."""
+        """Set the content-length; returns False if it contradicts an earlier one."""
         before, self.content_length = self.content_length, length
         return before in (-1, length)
 
 
 class _Model:
-    """A block of literals and static fields of which only one was new, because traced requests differ in one field.
+    """A block without references in which a single field was new. Traced requests differ in just one field.
 
     Attributes:
-        start: the bytes of the fields before the new one.
-        end: the bytes of the fields behind it.
+        start: the bytes before the new field.
+        end: the bytes after it.
         place: its position among all fields.
         block: the whole block.
-        size: the size of the other fields, as RFC 7541 section 4.1 counts them.
-        plain: the new field is an ordinary header.
+        size: the size of the other fields, counted as in RFC 7541 section 4.1.
+        plain: whether the new field is an ordinary header.
     """
 
     def __init__(self, start: bytes, end: bytes, place: int, block: Block) -> None:
@@ -187,16 +187,16 @@ class _Model:
 
 
 class Cache:
-    """Names, fields and blocks of all connections, by their bytes; each of the three holds at most `limit` bytes.
+    """Names, fields and blocks of all connections, by their encoded bytes; at most `limit` bytes of each.
 
     Without it, decoding the headers of a stream takes ten times as long, 1 us of CPU.
 
     Attributes:
         names: names of fields.
-        fields: literals without references.
+        fields: fields that are literals without references.
         blocks: blocks of such fields.
-        before: the fields of the last unknown block.
-        model: the last unknown block with only one new field.
+        before: the fields of the last block that was not cached.
+        model: the last such block with a single new field.
     """
 
     def __init__(self, limit: int = 2**20) -> None:
@@ -223,7 +223,7 @@ class Decoder:
     """The receiving end of one connection's header compression.
 
     Attributes:
-        news: number of new fields in the last block, and of tables that it enlarged; a block without any may come again.
+        news: number of new fields in the last block, and of tables that it enlarged; if 0, the block is cached.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -235,11 +235,11 @@ class Decoder:
         self.news = 0
 
     def forbid_table(self) -> None:
-        """Note that the peer has acknowledged a table size of 0."""
+        """Forbid a dynamic table: the peer has acknowledged a size of 0."""
         self._allowed = 0
 
     def decode(self, encoded: bytes) -> Block:
-        """Decode a block; raises ProtocolError, with HTTP/2's code, if it is malformed or too large."""
+        """Decode a block; raises ProtocolError with HTTP/2's code."""
         self.news = 0
         stateless = not self._limit
         if stateless:
@@ -255,7 +255,7 @@ class Decoder:
         return block
 
     def _adapt(self, block: bytes) -> Block | None:
-        """Decode a block that differs from the model in only one literal; None for any other block."""
+        """Decode a block that differs from the model in one literal; None for any other block."""
         model = self._cache.model
         if model is None or not (block.startswith(model.start) and block.endswith(model.end, len(model.start))):
             return None
@@ -315,7 +315,7 @@ class Decoder:
         return found
 
     def _read_updates(self, block: bytes) -> int:
-        """Apply the table size updates at the block's start; returns where its fields begin."""
+        """Apply table size updates at the block's start; returns the position of the first field."""
         position = updates = 0
         while position < len(block) and block[position] & _TABLE_SIZE_MASK == _TABLE_SIZE_UPDATE:
             size, position = read_integer(block, position, 0x1F)
@@ -328,14 +328,14 @@ class Decoder:
         return position
 
     def _find_literal(self, encoded: bytes, place: int) -> Field | None:
-        """A known literal field, most likely from the same position in the previous block."""
+        """A cached literal field; most often it has the same position in the previous block."""
         before = self._cache.before
         if place < len(before) and before[place].encoded == encoded:
             return before[place]
         return self._cache.fields.get(encoded)
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
-        """Read a new literal field. Its name is the one at `index`, or spelled out; its value begins at `middle`."""
+        """Read a new literal field; its name is at `index` of the tables or spelled out, its value begins at `middle`."""
         self.news += 1
         name = self._find(index).name if index else self._read_name(encoded[1:middle])
         field = Field(name, read_string(encoded[middle:]))
@@ -365,7 +365,7 @@ class Decoder:
 
 
 def read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """An integer whose prefix is `mask` (RFC 7541 section 5.1), and where it ends.
+    """Read an integer (RFC 7541 section 5.1) whose prefix is `mask`; returns it and its end.
 
     Raises:
         IndexError: it is cut off.
@@ -388,10 +388,10 @@ def read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
 
 
 def skip_string(block: bytes, position: int) -> int:
-    """Where the string that begins here ends.
+    """The end of the string at `position`.
 
     Raises:
-        IndexError: behind the block's end.
+        IndexError: it is cut off.
         ProtocolError: its length is larger than any valid value.
     """
     length, start = read_integer(block, position, 0x7F)
@@ -401,7 +401,7 @@ def skip_string(block: bytes, position: int) -> int:
 
 
 def read_string(encoded: bytes) -> bytes:
-    """A string with its length before it (RFC 7541 section 5.2); raises ProtocolError if its Huffman code is malformed."""
+    """Decode a string with its length prefix (RFC 7541 section 5.2); raises ProtocolError for malformed Huffman code."""
     _, start = read_integer(encoded, 0, 0x7F)
     text = encoded[start:]
     return decode_huffman(text) if encoded[0] >= _HUFFMAN else text
@@ -413,8 +413,8 @@ def decode_huffman(data: bytes) -> bytes:
     Raises:
         ProtocolError: it contains the end-of-string symbol, or its padding is wrong.
     """
-    out: list[str] = []  # joining texts takes a third of the time of joining bytes
-    window, have = 0, 0  # the last bytes, and the number of their bits that are not decoded yet
+    out: list[str] = []  # joining strings takes a third of the time of joining bytes
+    window, have = 0, 0  # the last bytes, and the number of bits to decode
     for place in range(len(data)):  # compiled, faster than an iterator
         window = (window << 8 | data[place]) & _WINDOW
         have += 8
@@ -442,7 +442,7 @@ def decode_huffman(data: bytes) -> bytes:
 
 
 def _take_last(window: int, have: int) -> tuple[int, str]:
-    """Like `_find_symbol`, when nothing follows, so that all further bits may be ones; two symbols if they are short."""
+    """Like `_find_symbol` at the end of the data, which is padded with ones; returns two symbols if they are short."""
     if have < _GLANCE:
         index = (window + 1 << _GLANCE - have) - 1 & _GLANCE_MASK
         length = _GLANCE_LENGTHS[index]
@@ -452,7 +452,7 @@ def _take_last(window: int, have: int) -> tuple[int, str]:
 
 
 def _find_symbol(window: int, have: int) -> tuple[int, str]:
-    """The length and symbol of the first code in these bits; 0 if more bits are needed."""
+    """The length and symbol of the first code in these bits; length 0 if more bits are needed."""
     more = _LONGEST - have
     bits = (window << more if more > 0 else window >> -more) & (1 << _LONGEST) - 1
     group = bisect_right(_FIRST_CODES, bits) - 1
@@ -465,7 +465,7 @@ def _find_symbol(window: int, have: int) -> tuple[int, str]:
     return length, chr(symbol)
 
 
-# The Huffman code (RFC 7541 appendix B) is canonical, so its codes' lengths define it. One letter each, "a" for 5 bits.
+# The Huffman code (RFC 7541 appendix B) is canonical, so the lengths define the codes. One letter each; "a" is 5 bits.
 _CODE_LENGTHS: Final = [
     letter - ord("a") + 5
     for letter in b"isxxxxxxxtzxxzxxxxxxxxzxxxxxxxxxbffhibdgffdgdbbbaaabbbbbbbcdkbhfibccccccccccccccccccccccdc"
@@ -550,13 +550,13 @@ www-authenticate:
 
 
 _GLANCE: Final = 12
-"""Number of bits to decode at a time: two symbols of most texts."""
+"""Number of bits to decode at a time: two symbols of usual text."""
 
 _GLANCE_MASK: Final = 2**_GLANCE - 1
 
 
 def _glance(bits: int) -> tuple[int, str]:
-    """Up to two symbols that these bits contain completely, and the number of bits that they take."""
+    """Decode up to two symbols; returns the number of their bits and the symbols."""
     first, text = _find_symbol(bits, _GLANCE)
     if not first:
         return 0, ""
@@ -570,7 +570,7 @@ _GLANCE_TEXTS: Final = [text for _, text in _GLANCES]
 
 
 def _read_static() -> list[Field]:
-    """The static table (RFC 7541 appendix A), which counts from 1."""
+    """The static table (RFC 7541 appendix A); indexes begin at 1."""
     found = [Field(b"", b"")]
     for line in _STATIC_TABLE.split(b"\n")[1:-1]:
         name, _, value = line[1:].partition(b":")
@@ -582,12 +582,12 @@ _STATIC: Final = _read_static()
 
 
 def encode(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """A header block of literals that are never indexed (RFC 7541 section 6.2.2), so it means the same everywhere."""
+    """Encode a header block with literals that are not indexed (RFC 7541 section 6.2.2), valid on every connection."""
     return b"".join(b"\0" + _encode_length(len(name)) + name + _encode_length(len(value)) + value for name, value in headers)
 
 
 def _encode_length(value: int) -> bytes:
-    """A string length: an integer with a prefix of 7 bits (RFC 7541 section 5.1)."""
+    """Encode a string length: an integer with a prefix of 7 bits (RFC 7541 section 5.1)."""
     if value < 127:  # noqa: PLR2004  # the largest value of the prefix
         return bytes((value,))
     value -= 127

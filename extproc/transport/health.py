@@ -14,27 +14,27 @@ HEALTH = "grpc.health.v1.Health"
 
 
 class Health:
-    """The state, and its watchers."""
+    """The health state and its watchers."""
 
     def __init__(self) -> None:
         self.serving = False
         self._changed = asyncio.Event()
 
     def set(self, *, serving: bool) -> None:
-        """Change the answer and wake the watchers."""
+        """Change the state and wake the watchers."""
         self.serving = serving
         self._changed.set()
         self._changed = asyncio.Event()
 
     def status(self, service: str) -> HealthCheckResponse:
-        """The answer for one service name; empty means the whole server."""
+        """The answer for a service name; empty for the whole server."""
         if service not in ("", EXT_PROC, HEALTH):
             return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
         serving = HealthCheckResponse.SERVING if self.serving else HealthCheckResponse.NOT_SERVING
         return HealthCheckResponse(status=serving)
 
     async def watch(self, service: str) -> AsyncIterator[HealthCheckResponse]:
-        """The answer now and whenever it changes, without end."""
+        """Yield the answer now and at each change, without end."""
         last = None
         while True:
             changed = self._changed

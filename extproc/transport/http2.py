@@ -1,17 +1,17 @@
 """HTTP/2 (RFC 9113), server side, without a socket: bytes in, events out, bytes to send.
 
-It implements as much of HTTP/2 as gRPC needs, but checks every frame completely. Errors of a stream reset that stream; errors
-of the connection end it with a GOAWAY.
+It implements the part of HTTP/2 that gRPC needs, and checks every frame. Errors of a stream reset that stream; errors
+of the connection end it with GOAWAY.
 
 No peer can cause unbounded work or memory:
 
-- A frame costs time in proportion to its own size. No operation visits all streams: a stream's window is stored relative to the
+- A frame takes time in proportion to its size. No operation visits all streams: a stream's window is stored relative to the
   peer's initial window, and streams that wait for a window are listed.
 - A turn handles a bounded number of frames (`Http2Limits.work`). The rest waits for the next turn, so that the transport can
   serve other connections in between.
 - Frames cost patience, and messages earn it (`Http2Limits.patience`). A peer that sends too many useless frames is
   disconnected with ENHANCE_YOUR_CALM.
-- Bytes that wait for the peer (answers for a closed window, an incomplete header block) come from a `Pool` that all connections
+- Buffered bytes (answers for a closed window, an incomplete header block) are taken from a `Pool` that all connections
   share.
 """
 
@@ -72,10 +72,10 @@ _DEFAULT_WINDOW: Final = 65_535
 _MAX_WINDOW: Final = 2**31 - 1
 _STREAM_WINDOW: Final = 2**30
 _UPDATE_AFTER: Final = 2**24
-"""Bytes to receive before a window is opened again. Everything is consumed at once, so windows only have to stay open."""
+"""Bytes to receive before a WINDOW_UPDATE. Data is consumed at once, so windows only have to stay open."""
 
 _CONNECTION: Final = bytes(4)
-"""The stream number of frames that concern the whole connection."""
+"""The stream number of frames for the whole connection."""
 
 _STREAM_ERROR_COST: Final = 20
 _NEWS_WORK: Final = 2
@@ -88,12 +88,12 @@ class Http2Limits:
 
     Attributes:
         streams: maximum number of open streams.
-        work: maximum number of frames in one turn; a large one counts as several.
-        patience: maximum number of frames without effect; then the connection is ended.
+        work: maximum number of frames in one turn; large ones count as several.
+        patience: maximum number of frames without effect before the connection is ended.
         patience_per_second: how fast patience recovers.
         message_earns: patience that each message earns. Envoy sends up to 10 WINDOW_UPDATEs for each DATA frame.
-        lingering: maximum number of answered streams that the peer has not ended.
-        shut: maximum number of streams whose answers wait for a window of their own.
+        lingering: maximum number of streams that are answered but not ended by the peer.
+        shut: maximum number of streams whose answers wait for their own window.
     """
 
     streams: int = 16_384
@@ -106,50 +106,50 @@ class Http2Limits:
 
 
 class Pool:
-    """Bytes that all connections together may hold for their peers."""
+    """The bytes that all connections together may buffer."""
 
     def __init__(self, limit: int = 2**28) -> None:
         self.limit = limit
-        self.held = 0
+        self.used = 0
 
 
 class Share:
-    """One connection's part of the pool: at most as much as is left for others.
+    """One connection's part of the pool: at most as much as the pool has left.
 
-    This is how switches share buffers (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a single greedy
-    connection gets half of the pool, several get equal parts, and something is always left for the next one.
+    This is how switches share buffers (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): one greedy connection
+    gets half of the pool, several get equal parts, and some is always left for the next one.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.held = 0
+        self.used = 0
 
     def take(self, size: int) -> bool:
-        """Hold this many more bytes; returns False if that is too much."""
-        if size and self.held + size > self._pool.limit - self._pool.held - size:
+        """Reserve bytes; returns False if that is too much."""
+        if size and self.used + size > self._pool.limit - self._pool.used - size:
             return False
-        self.held += size
-        self._pool.held += size
+        self.used += size
+        self._pool.used += size
         return True
 
     def give(self, size: int) -> None:
-        """Hold this many fewer bytes."""
-        self.held -= size
-        self._pool.held -= size
+        """Return bytes to the pool."""
+        self.used -= size
+        self._pool.used -= size
 
     def give_all(self) -> None:
-        """Hold no bytes any more."""
-        self.give(self.held)
+        """Return all bytes to the pool."""
+        self.give(self.used)
 
 
 class Http2Stream:
     """A request and its answer, until both are over.
 
     Attributes:
-        number: as the peer chose it.
+        number: the stream's number, chosen by the peer.
         name: the number in four bytes, as in frames.
-        lost: the peer has reset it, or the connection has ended. Anything sent on it is dropped.
-        local_closed: this side has ended it.
+        lost: whether the stream was reset, or the connection has ended. Anything sent on it is dropped.
+        local_closed: whether this side has ended it.
     """
 
     def __init__(self, number: int, expected: int, *, remote_closed: bool) -> None:
@@ -162,13 +162,13 @@ class Http2Stream:
         self.lost = False
         self.received = 0
         self.consumed = 0  # received since the last WINDOW_UPDATE
-        self.spent = 0  # sent, less WINDOW_UPDATEs; the open window is the peer's initial window less this
-        self.blocked: bytearray | None = None  # bytes that wait for the peer to open a window
-        self.trailers: bytes | None = None  # ends the stream after these bytes
+        self.spent = 0  # sent minus WINDOW_UPDATEs; the open window is the peer's initial window minus this
+        self.blocked: bytearray | None = None  # bytes that wait for an open window
+        self.trailers: bytes | None = None  # to send after these bytes
 
 
 class RequestReceived:
-    """A stream has begun; with `ended`, nothing follows."""
+    """A stream has begun; `ended` if it has no body."""
 
     def __init__(self, stream: Http2Stream, headers: Block, *, ended: bool) -> None:
         self.stream = stream
@@ -186,7 +186,7 @@ class DataReceived:
 
 
 class StreamReset:
-    """The stream was reset, by the peer or because of the peer's error; it may never have begun."""
+    """The stream was reset, by the peer or for its error; possibly before RequestReceived."""
 
     def __init__(self, number: int, code: int) -> None:
         self.number = number
@@ -211,16 +211,16 @@ class Connection:
     Pass data to `receive`, then take events from `next_event` until there are none, then send what `data_to_send` returns.
 
     Attributes:
-        settled: the peer has sent its preface and SETTINGS.
-        ended: nothing is received or sent any more, except the bytes that `data_to_send` still returns.
-        error: the peer's error that ended the connection; its code is HTTP/2's.
+        settled: whether the peer has sent its preface and SETTINGS.
+        ended: whether the connection is over; only the bytes that `data_to_send` still returns remain to be sent.
+        error: the peer's error that ended the connection, with HTTP/2's code.
         work: frames handled in this turn; callers add the cost of their own work.
-        patience: frames without effect that the peer may still send; callers add to it for each message.
-        share: part of the bytes that all connections may hold.
+        patience: number of frames without effect that the peer may still send; callers add to it for each message.
+        share: this connection's part of the pool.
     """
 
     def __init__(self, limits: Http2Limits | None = None, cache: Cache | None = None, pool: Pool | None = None) -> None:
-        """Write SETTINGS first. All connections of a server share the cache and the pool."""
+        """Write SETTINGS. All connections of a server share the cache and the pool."""
         self.limits = limits or Http2Limits()
         self.share = Share(pool or Pool())
         self.settled = False
@@ -272,7 +272,7 @@ class Connection:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is more to do than fitted into the turn; `receive(b"")` starts the next one."""
+        """Whether work is left for the next turn, which `receive(b"")` starts."""
         return not self.ended and (self._more or (self._window > 0 and len(self._waiting) > 0))
 
     def data_to_send(self) -> bytes:
@@ -283,7 +283,7 @@ class Connection:
         return out
 
     def receive(self, data: bytes, now: float = 0.0) -> None:
-        """Start a turn with new data, cut anywhere, or with nothing, to continue; `now` is in seconds."""
+        """Start a turn with new data, cut anywhere, or with none to continue; `now` is in seconds."""
         if data and not self.ended:
             self._data = self._data[self._position :] + data if self._position < len(self._data) else data
             self._position = 0
@@ -296,7 +296,7 @@ class Connection:
             self.patience = self._most_patience
 
     def next_event(self) -> Event | None:
-        """The next event; None when everything is handled, or this turn is over."""
+        """The next event; None at the end of the data or of this turn."""
         try:
             if self.ended or not (self._preface or self._read_preface()):
                 return None
@@ -307,12 +307,12 @@ class Connection:
             self.patience -= _STREAM_ERROR_COST
             self._reset(error.number, error.code)
             return StreamReset(error.number, error.code)
-        except ProtocolError as fault:  # not `error`: compiled, a variable has one type
+        except ProtocolError as fault:  # not `error`: in compiled code a variable has one type
             self._end(fault)
             return None
 
     def _read_frames(self) -> Event | None:
-        """Handle frames until there is an event, the turn is over, or no complete frame is left."""
+        """Handle frames up to an event, the end of the turn, or an incomplete frame."""
         data, position = self._data, self._position
         size = len(data)
         while size - position >= _FRAME_HEADER:
@@ -359,7 +359,7 @@ class Connection:
         return handler(self, flags, number, payload) if handler else None  # other types are ignored (section 4.1)
 
     def _spend(self, frames: int) -> None:
-        """Charge the peer for a frame that has no effect by itself."""
+        """Charge the peer's patience; raises ProtocolError when it is used up."""
         self.patience -= frames
         if self.patience < 0:
             raise ProtocolError("too many frames that lead to nothing", code=ENHANCE_YOUR_CALM)
@@ -393,7 +393,7 @@ class Connection:
         return None if stream.local_closed else DataReceived(stream, payload, ended=ended)
 
     def _compare_length(self, stream: Http2Stream, size: int, *, ended: bool) -> None:
-        """Compare the body with its content-length."""
+        """Compare the body with its content-length; raises _StreamError."""
         stream.received += size
         if stream.received > stream.expected or (ended and stream.received != stream.expected):
             raise _StreamError(stream.number, PROTOCOL_ERROR)
@@ -498,7 +498,7 @@ class Connection:
         self.settled = True
         self._write(SETTINGS, ACK, _CONNECTION, b"")
         if self._peer_window > before and self._shut:
-            self._spend(len(self._shut))  # because no other frame affects more than one stream
+            self._spend(len(self._shut))  # no other frame affects more than one stream
             self._waiting.update(self._shut)
             self._shut.clear()
         return None
@@ -542,11 +542,11 @@ class Connection:
             self._window += increment
             if not increment or self._window > _MAX_WINDOW:
                 raise ProtocolError("WINDOW_UPDATE", code=FLOW_CONTROL_ERROR if increment else PROTOCOL_ERROR)
-            return None  # bytes that wait for it are sent before the next frame is read
+            return None  # waiting bytes are sent before the next frame is read
         if number > self._last:
             raise ProtocolError("WINDOW_UPDATE on an idle stream", code=PROTOCOL_ERROR)
         stream = self._streams.get(number)
-        if stream is None:  # it may have crossed the last frame of this side
+        if stream is None:  # closed meanwhile
             return None
         stream.spent -= increment
         if not increment or self._peer_window - stream.spent > _MAX_WINDOW:
@@ -562,7 +562,7 @@ class Connection:
         return _StreamError(number, STREAM_CLOSED)
 
     def respond(self, stream: Http2Stream, block: bytes, *, end: bool = False) -> None:
-        """Send response headers; `block` comes from `encode`. Like `send`, this does nothing on a lost stream."""
+        """Send response headers, made by `encode`; does nothing on a lost stream, like `send`."""
         if stream.lost:
             return
         assert not stream.local_closed, "the stream is answered"  # noqa: S101  # a bug of the caller
@@ -571,7 +571,7 @@ class Connection:
             self._end_local(stream)
 
     def send(self, stream: Http2Stream, data: bytes, trailers: bytes | None = None) -> None:
-        """Send body bytes as far as the peer's windows allow, and the rest when it opens them.
+        """Send body bytes within the peer's windows, and the rest when the peer opens them.
 
         Args:
             stream: the stream to send on.
@@ -599,7 +599,7 @@ class Connection:
             self._write_last(stream, trailers)
 
     def send_long(self, stream: Http2Stream, pieces: list[bytes | memoryview], trailers: bytes | None = None) -> None:
-        """Send many bytes, as `send` does, but without a copy that joins the pieces."""
+        """Send many bytes like `send`, without joining the pieces."""
         size = sum([len(piece) for piece in pieces])
         blocked = stream.lost or stream.blocked is not None or size > self._window or size > self._peer_window - stream.spent
         if blocked or size <= self._peer_frame:
@@ -608,7 +608,7 @@ class Connection:
         self.work += size >> 10
         stream.spent += size
         self._window -= size
-        left, room = size, 0  # bytes that are in no frame yet, and that fit into the newest frame
+        left, room = size, 0  # bytes not yet in a frame, and bytes left in the newest frame
         for piece in pieces:
             rest = memoryview(piece)
             while rest:
@@ -623,13 +623,13 @@ class Connection:
             self._write_last(stream, trailers)
 
     def goaway(self) -> None:
-        """Ask the peer to open no more streams; those that it has opened meanwhile are served."""
+        """Tell the peer to open no more streams; those that it opens meanwhile are served."""
         if self.ended:
             return
         self._write(GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
 
     def close(self) -> None:
-        """Free everything that is held, because the connection is lost."""
+        """Free all buffers and streams: the connection is lost."""
         self.ended = True
         self.share.give_all()
         for stream in self._streams.values():
@@ -642,7 +642,7 @@ class Connection:
         self._data, self._position = b"", 0
 
     def _block_output(self, stream: Http2Stream, data: bytes, trailers: bytes | None) -> None:
-        """Keep bytes that a window does not allow now."""
+        """Buffer bytes until the windows allow them."""
         if not self.share.take(len(data)):
             self._end(ProtocolError("too much data that the peer does not read", code=ENHANCE_YOUR_CALM))
             return
@@ -654,13 +654,13 @@ class Connection:
         self._send_blocked(stream)
 
     def _send_waiting(self) -> None:
-        """Send bytes that wait for the connection's window; each stream sends some, or its own window is found to be shut."""
+        """Send bytes that wait for the connection's window, stream by stream."""
         while self._waiting and self._window > 0 and not self.turn_over:
             number = next(iter(self._waiting))
             self._send_blocked(self._waiting.pop(number))
 
     def _send_blocked(self, stream: Http2Stream) -> None:
-        """Send blocked bytes as far as the windows and this turn allow."""
+        """Send blocked bytes within the windows and this turn."""
         blocked = stream.blocked
         while blocked:
             size = min(len(blocked), self._peer_window - stream.spent, self._window, self._peer_frame)
@@ -686,7 +686,7 @@ class Connection:
             self._end(ProtocolError("too many streams whose windows stay shut", code=ENHANCE_YOUR_CALM))
 
     def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
-        self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))  # compiled, formatted at once
+        self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))  # one copy when compiled
 
     def _write_last(self, stream: Http2Stream, trailers: bytes) -> None:
         """Write the frame that ends a stream: trailers, or an empty DATA frame."""
@@ -721,7 +721,7 @@ class Connection:
             self._forget(stream)
 
     def _forget(self, stream: Http2Stream) -> None:
-        """Drop a stream that ended early."""
+        """Drop a stream that was reset."""
         stream.lost = True
         del self._streams[stream.number]
         self._lingering.pop(stream.number, None)
@@ -749,7 +749,7 @@ _HANDLERS: Final[dict[int, Callable[[Connection, int, int, bytes], Event | None]
 
 
 def make_head(size: int, kind: int, flags: int) -> bytes:
-    """A frame's header up to its stream's number."""
+    """A frame's header without the stream's number."""
     return (size << 16 | kind << 8 | flags).to_bytes(5, "big")
 
 

@@ -1,12 +1,12 @@
-"""Mutual TLS on the port, with certificates that are read again when their files are rotated.
+"""Mutual TLS on the port, with certificates that are reloaded when their files are rotated.
 
-- A thread reads the files a few times a second. Comparing their contents works on any file system, and for any kind of
-  rotation: writing, renaming, or swapping a link, as the kubelet does.
-- A change takes effect if it is unchanged at the next look, so that a new certificate is not tried with an old key.
-- Unusable files are logged and counted, and change nothing. Usable ones apply to new connections; old connections continue.
-- Each rotation makes a new context, so earlier sessions cannot be resumed with it.
+- A thread reads the files a few times a second. Comparing contents works on any file system and for any kind of rotation:
+  writing, renaming, or swapping a link, as the kubelet does.
+- New contents are used once two reads in a row agree, so that a new certificate is not paired with an old key.
+- Invalid files are logged and counted, and change nothing. Valid ones apply to new connections; old connections continue.
+- Each rotation makes a new context, so earlier TLS sessions cannot be resumed.
 """
-# interpreted: subclasses of ssl's classes, where OpenSSL takes the time
+# interpreted: subclasses of ssl's classes; OpenSSL takes the time
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LOG = logging.getLogger("loopguard")
 
 _LOOK_SECONDS: Final = 0.25
 _GOODBYE_SECONDS: Final = 5.0
-"""Time to wait for a peer's own close_notify, in seconds."""
+"""Time to wait for a peer's close_notify."""
 
 _LINES_PER_SECOND: Final = 5
 _AGAIN: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Pem(NamedTuple):
-    """The contents of the files: the certificate with its chain, its key, and the clients' authorities."""
+    """The contents of the files: the certificate chain, its key, and the client CAs."""
 
     chain: bytes
     key: bytes
@@ -46,18 +46,18 @@ class Pem(NamedTuple):
 
 
 def open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:
-    """The certificates of a port with mutual TLS, None for plain text; raises UsageError if a setting or file is wrong."""
+    """The certificates of a port with mutual TLS, or None for plaintext; raises UsageError."""
     require_together(settings, ("tls_cert", "tls_key", "tls_client_ca"), ("tls_client_san",))
     return Certificates(settings, metrics) if settings.tls_cert else None
 
 
 class Certificates:
-    """The certificates in use, and the clients that they admit."""
+    """The certificates in use, and the allowed clients."""
 
     pem: Pem
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Load the files for the first time; raises UsageError, naming the file, if one is unusable."""
+        """Load the files; raises UsageError with the invalid file."""
         self._settings = settings
         self._metrics = metrics
         self._names = frozenset(settings.tls_client_san)
@@ -84,7 +84,7 @@ class Certificates:
         return not self._names or not self._names.isdisjoint(names)
 
     def watch(self) -> None:
-        """Watch for rotations in a thread, so that a file system that hangs does not delay requests."""
+        """Watch for rotations in a thread, so that a hanging file system does not delay requests."""
         threading.Thread(target=self._follow, name="certificates", daemon=True).start()
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ class Certificates:
         self._stopped.set()
 
     def look(self) -> None:
-        """Use the contents of the files, if they are new and have not changed since the last look."""
+        """Use new contents of the files, unless they have changed since the last look."""
         seen = self._peek()
         if seen == self._looked_at and seen != self._taken:
             self._taken = seen
@@ -128,23 +128,22 @@ class Certificates:
             return str(error)
 
     def _load(self) -> None:
-        """Read and check everything, then use it; raises UsageError if a file is unusable."""
+        """Read and check everything, then use it; raises UsageError with the invalid file."""
         pem = _read(self._settings)
         not_after = _check_certificate(self._settings, pem)
         context = _Guarded(self)
         _load_pair(context, self._settings)
         _trust_clients(context, self._settings, pem)
-        if _read(self._settings) != pem:  # Python reads a key only from its file, so bytes and context have to be of one state
+        if _read(self._settings) != pem:  # ssl reads the key from its file, which may have changed since
             raise UsageError(f"--tls-cert {self._settings.tls_cert}: is being changed")
         self.pem, self._context = pem, context
         self._metrics.tls_not_after.set(not_after)
 
 
 class _ServerContext(ssl.SSLContext):
-    """A server's context that knows the certificates."""
+    """A server's TLS context with a reference to the certificates."""
 
     def __new__(cls, certificates: Certificates) -> Self:
-        """Make a context for the server's protocol."""
         del certificates
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
@@ -153,14 +152,14 @@ class _ServerContext(ssl.SSLContext):
 
 
 class _Guarded(_ServerContext):
-    """The context for one state of the files; its connections refuse unauthorized clients."""
+    """The context for one version of the files; its connections refuse clients that are not allowed."""
 
     def __init__(self, certificates: Certificates) -> None:
-        """Ask for a client's certificate, HTTP/2 and TLS 1.2 or newer; one handshake for each connection."""
+        """Require a client certificate, HTTP/2 and TLS 1.2 or newer; allow one handshake per connection."""
         super().__init__(certificates)
         self.sslobject_class = _GuardedObject
         self.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.options |= ssl.OP_NO_RENEGOTIATION  # each would be a handshake that is not counted (CVE-2011-1473)
+        self.options |= ssl.OP_NO_RENEGOTIATION  # it would be another handshake, without a limit (CVE-2011-1473)
         self.verify_mode = ssl.CERT_REQUIRED
         self.set_alpn_protocols(["h2"])
 
@@ -169,7 +168,7 @@ class _GuardedObject(ssl.SSLObject):
     """One connection's TLS."""
 
     def do_handshake(self) -> None:
-        """Refuse a peer that is not allowed, before it can send a request."""
+        """Do the handshake, and refuse a peer that is not allowed."""
         certificates = cast("_Guarded", self.context).certificates
         try:
             super().do_handshake()
@@ -190,10 +189,10 @@ class _GuardedObject(ssl.SSLObject):
 
 
 class _Current(_ServerContext):
-    """A context for the listening socket, which makes every new connection with the newest context."""
+    """The listening socket's context; creates each connection with the newest context."""
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: object, **__: object) -> ssl.SSLObject:
-        """See `ssl`; this side is always the server's."""
+        """See `ssl`; always the server's side."""
         return self.certificates.context.wrap_bio(incoming, outgoing, server_side=True)
 
 
@@ -203,7 +202,7 @@ def read_names(certificate: Mapping[str, Any] | None) -> list[SubjectName]:
 
 
 def make_name(kind: str, value: str) -> SubjectName:
-    """A subjectAltName in the form in which names are compared."""
+    """A subjectAltName in its normal form, for comparison."""
     if kind == "IP Address":
         with contextlib.suppress(ValueError):
             value = str(ip_address(value.strip()))
@@ -227,9 +226,9 @@ def read_file(flag: str, path: str) -> bytes:
 
 
 def _check_certificate(settings: Settings, pem: Pem) -> float:
-    """When a certificate that clients can trust today expires, in seconds since 1970; else raises UsageError.
+    """Test the certificate with an in-memory handshake; returns when it expires, in seconds since 1970.
 
-    A client that trusts only this certificate tries it, in memory.
+    Raises UsageError if a client that trusts only this certificate refuses it.
     """
     flag = f"--tls-cert {settings.tls_cert}"
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -238,15 +237,15 @@ def _check_certificate(settings: Settings, pem: Pem) -> float:
     _trust(client, pem.chain, flag)
     _load_pair(server, settings)
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    asking = client.wrap_bio(to_client, to_server)
-    answering = server.wrap_bio(to_server, to_client, server_side=True)
+    client_side = client.wrap_bio(to_client, to_server)
+    server_side = server.wrap_bio(to_server, to_client, server_side=True)
     try:
-        for side in (asking, answering, asking):
+        for side in (client_side, server_side, client_side):
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
     except ssl.SSLError as error:
         raise UsageError(f"{flag}: {_explain(error)}") from None
-    found = cast("dict[str, str]", asking.getpeercert())  # present, because it was verified
+    found = cast("dict[str, str]", client_side.getpeercert())  # present, because it was verified
     return ssl.cert_time_to_seconds(found["notAfter"])
 
 
@@ -265,7 +264,7 @@ def _load_pair(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 class _PassphraseError(Exception):
-    """The key needs a passphrase, which someone would have to type."""
+    """The key needs a passphrase."""
 
 
 def _refuse_passphrase() -> str:
@@ -285,7 +284,7 @@ def _trust_clients(context: ssl.SSLContext, settings: Settings, pem: Pem) -> Non
 def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
     try:
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))  # comments may be in any language
-    except (ssl.SSLError, ValueError):  # ValueError if there is nothing
+    except (ssl.SSLError, ValueError):  # ValueError if it is empty
         raise UsageError(f"{flag}: contains no PEM certificate") from None
 
 

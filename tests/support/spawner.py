@@ -74,9 +74,9 @@ def main() -> None:
     """Answer questions on stdin, one a line: a start with a process id, a process id with its exit code."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then close the input
-    from extproc.cli.commands.serve import hush_grpc
+    from extproc.cli.commands.serve import silence_grpc
 
-    hush_grpc()
+    silence_grpc()
     import uvloop  # noqa: F401  # that the command imports later
 
     import extproc.server  # noqa: F401

@@ -1,9 +1,9 @@
 """The subcommands of `loopguard`, one file each.
 
-Each has `HELP`, a line that says what it does; `EXAMPLES`, the end of its --help; `add_flags`, which declares its flags; and
-`run`, which runs it and returns the exit code. Slow imports that only `run` needs are in `run`. It raises UsageError for a flag
-that cannot be used, BundleErrors with all errors in the policies, and any other LoopguardError if a server, a log or a file
-fails. `main` prints them.
+Each has `HELP`, a line for `loopguard --help`; `EXAMPLES`, the end of its own --help; `add_flags`, which declares its flags;
+and `run`, which returns the exit code. Slow imports that only `run` needs are in `run`. It raises UsageError for an invalid
+flag, BundleErrors with all errors in the policies, and another LoopguardError if a server, a log or a file fails. `main` prints
+these.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ COMMANDS = (
     "healthcheck",
     "completion",
 )
-"""In the order of `loopguard --help`. Dashes are underscores in file names, as in `envoy_config.py`."""
+"""In the order of `loopguard --help`. File names have underscores for dashes, as in `envoy_config.py`."""
 
 
 def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the flag that names policies. If it is not `required`, the preset is the default."""
+    """Add --policy; unless `required`, the preset is the default."""
     text = f"policy file or directory; repeatable{'' if required else ' (default: the preset agents)'}"
     parser.add_argument("--policy", action="append", required=required, metavar="PATH", help=text)
 
@@ -73,24 +73,24 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> Sequence[str]:
-    """The policy paths of a command line; raises UsageError if one is empty."""
+    """Return the policy paths of a command line; raises UsageError if one is empty."""
     if not all(paths):  # such as an unset shell variable
         raise UsageError("a policy path is empty; give a policy file or a directory of them")
     return paths
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things; the noun gets an `s` if needed."""
+    """A number with a noun, in the plural if needed."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def count_many(number: int, noun: str) -> str:
-    """A number of things, with thousands apart."""
+    """As `count`, with thousands separators."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def write_caller(row: Mapping[str, Any]) -> str:
-    """The caller in a row of the admin port: its alias, else its descriptors if shown, else the hash, behind its labels."""
+    """The caller in a row of the admin port: its alias, descriptors or hash, and its labels."""
     told = ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items())
     labels = ", ".join(f"{name}: {value}" for name, value in (row["labels"] or {}).items())
     name = str(row["alias"] or told)
@@ -99,7 +99,7 @@ def write_caller(row: Mapping[str, Any]) -> str:
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:
-    """The policies of a command line, as of now; raises UsageError or BundleErrors if they cannot be used."""
+    """Load the policies of a command line; raises UsageError or BundleErrors."""
     from extproc.policy.files import find_unread  # noqa: PLC0415  # as below
     from extproc.policy.loader import load  # noqa: PLC0415  # takes 0.2 s
 

@@ -1,4 +1,4 @@
-"""`loopguard canary`: what a shadow policy would do in place of the enforcing one, and whether that is safe."""
+"""`loopguard canary`: what a shadow policy would do instead of the enforcing one, and whether that is safe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ exit code: 0 safe, 3 keep watching, 4 too strict (with several canaries, the hig
 _CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
 _COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
 _PIPE_WIDTH = 160
-"""Columns if the width of the output is unknown."""
+"""Width of the output if it is unknown."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     states = [state for state in every if options.policy in (None, state.candidate)]
     canaries = describe_canaries(states, read_options(Rules, vars(options)))
     if not canaries:
-        # Why there is no verdict: what is compared instead, or how to compare a policy
+        # Explain why there is no verdict: list what is compared, or how to compare a policy
         policy = options.policy
         compared = sorted({state.candidate for state in every})
         named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _collect(clients: Sequence[AdminClient]) -> list[State]:
-    """The counts of all replicas, each once; raises LoopguardError if a server gives no usable answer."""
+    """The newest counts of each replica; raises LoopguardError if a server's answer is invalid."""
     newest: dict[tuple[str, str, str], State] = {}
     for client in clients:
         for replica, states in _read_replicas(client.ask("/canary/states")).items():
@@ -93,8 +93,8 @@ def _collect(clients: Sequence[AdminClient]) -> list[State]:
 
 
 def _list_idle_shares(clients: Sequence[AdminClient]) -> list[str]:
-    """The policies that act on a share of their callers in which there is none, as servers say it."""
-    with suppress(LoopguardError):  # it is not what was asked for
+    """Findings about policies with `enforce_percent` that cover no caller yet."""
+    with suppress(LoopguardError):  # only a hint
         findings = [finding for client in clients for finding in client.ask("/coverage").get("findings", [])]
         return list(dict.fromkeys([each["text"] for each in findings if each["reason"] == ENFORCES_ON_NONE]))
     return []

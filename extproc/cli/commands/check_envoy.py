@@ -1,4 +1,4 @@
-"""`loopguard check-envoy`: settings in an Envoy's configuration that would cause problems, route by route."""
+"""`loopguard check-envoy`: reports settings in an Envoy configuration that would cause problems, route by route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopguard completion`: the script that makes a shell complete commands and flags."""
+"""`loopguard completion`: prints a shell's completion script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = """examples:
 
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = {"PATH": "FILE", "FILE": "FILE", "DIR": "DIRECTORY"}
-"""What names a file or a folder, by its metavariable: shtab's word for it."""
+"""Metavariables of files and folders, with shtab's name for their kind."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
 
     parser = make_parser(())
     for command in _list_parsers(parser):
-        for action in command._actions:  # noqa: SLF001  # argparse shows them no other way
+        for action in command._actions:  # noqa: SLF001  # argparse has no public way
             if isinstance(action.metavar, str) and action.metavar in _FILES:
                 action.complete = getattr(shtab, _FILES[action.metavar])  # type: ignore[attr-defined]  # shtab's attribute
     print(shtab.complete(parser, shell=options.shell))

@@ -1,6 +1,6 @@
-"""`loopguard dashboards`: writes the Grafana dashboard and the alerts for Prometheus, which the chart installs by itself.
+"""`loopguard dashboards`: writes the Grafana dashboard, the Prometheus alerts and an example for Alertmanager.
 
-Beside them, it writes an example that has Alertmanager send the alerts.
+The Helm chart installs the dashboard and the alerts itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`loopguard doctor`: what is not guarded and why, and what to change, according to the admin ports of running servers."""
+"""`loopguard doctor`: asks running servers what is not guarded, why, and what to change."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def _ask(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
             reports.append(report)
     if len(reports) > 1:
         for report in reports:
-            _blame_memory(report, len(reports))
+            _report_separate_memory(report, len(reports))
     return reports
 
 
-def _blame_memory(report: dict[str, Any], servers: int) -> None:
-    """Report several servers that count separately; a single one is fine."""
+def _report_separate_memory(report: dict[str, Any], servers: int) -> None:
+    """Make separate memory stores a problem; for a single server they are fine."""
     for finding in report["findings"]:
         if finding["reason"] == "memory_store":
             finding["level"] = _PROBLEM
@@ -61,11 +61,11 @@ def _blame_memory(report: dict[str, Any], servers: int) -> None:
 
 
 def write_report(report: Mapping[str, Any], *, named: bool) -> list[str]:
-    """One server's report in lines, with its name if there are several."""
+    """One server's report in lines, with its name if `named`."""
     lines = [f"{report['replica']}:"] if named else []
     lines.append(report["line"])
     lines.append(f"build: {describe_build(report['build'])}")
-    if "memory" in report:  # servers before this version do not say it
+    if "memory" in report:  # older servers lack it
         lines.append(f"memory: at most {report['memory']}")
     if report["problem"]:
         lines.append(f"other replicas' numbers are missing or old: {report['problem']}")

@@ -1,4 +1,4 @@
-"""`loopguard envoy-config`: a complete Envoy bootstrap."""
+"""`loopguard envoy-config`: prints an Envoy bootstrap."""
 
 from __future__ import annotations
 

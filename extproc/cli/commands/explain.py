@@ -1,4 +1,4 @@
-"""`loopguard explain`: what the policies do with one request, described with curl's flags."""
+"""`loopguard explain`: shows what the policies do with one request, given with curl's flags."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.shadow:
             return 0
     request.hash_key = key = read_hash_key(options.hash_key_file)
-    ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
+    ramps = {plan.id: _describe_ramp(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
     exchange = engine.prepare(request, key=key)
     if exchange is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     missing = [entry for group in exchange.groups for entry in group.missing]
     for policy, detector, why in exchange.list_left_out():
         if (detector, why) == (BUDGET, MISSING) and exchange.enforcing.forbidden is None and not _is_charged(exchange, policy):
-            continue  # below, with its rules
+            continue  # printed below, with its rules
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
         more += _list_session_keys(engine, policy) if why == UNNAMED else []
@@ -113,7 +113,6 @@ def _is_charged(exchange: Exchange, policy: str) -> bool:
 
 
 def _print_idle_budgets(plan: Plan, exchange: Exchange, missing: Sequence[tuple[str, str]]) -> None:
-    """A block for a policy with budgets of which none applies."""
     left_out = [why for policy, guard, why in exchange.list_left_out() if (policy, guard) == (plan.id, BUDGET)]
     explained = exchange.enforcing.forbidden is not None if MISSING in left_out else bool(left_out)
     if plan.budget is None or _is_charged(exchange, plan.id) or explained:
@@ -156,8 +155,8 @@ def _print_guard(guard: Guard, exchange: Exchange, body: bytes, more: _Rows) -> 
         _print_budgets(guard, more)
 
 
-def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
-    """Whether the policy acts on the request's caller, and why."""
+def _describe_ramp(ramp: Ramp, request: HttpRequest) -> _Rows:
+    """Whether the policy acts on the request's caller, and why, as rows."""
     place, keys = ramp.find_place(request), " and ".join(ramp.keys)
     if not place:
         return [("ramp", f"out, so in shadow mode: the request has no {keys}")]
@@ -186,7 +185,7 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
 
 
 def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
-    """A block for each budget that the request takes from; with fixed costs, what is left is known only to the store."""
+    """Print a block for each budget that applies. Only the store knows how much is left."""
     rules = guard.budget
     if guard.oversize is not None:
         subject = guard.oversize
@@ -248,7 +247,7 @@ def _print_detector(guard: LoopGuard, exchange: Exchange, body: bytes, more: _Ro
 
 
 def _may_steer(guard: LoopGuard) -> bool:
-    """Whether this request is steered, or a later identical one if only the store knows which."""
+    """Whether this request may get a note; if only the store has the counts, whether any can."""
     detector, found = guard.detector, guard.repeat
     if not detector.steers or not detector.stateless:
         return detector.steers
@@ -275,7 +274,7 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _describe_decision(guard: LoopGuard) -> str:
-    """What happens to this request, or to the one that reaches the threshold."""
+    """The action for this request, or for the one that reaches the threshold."""
     detector, found = guard.detector, guard.repeat
     if not detector.stateless:
         allowed = detector.list_thresholds(guard.subject)[0] - 1
@@ -300,7 +299,7 @@ def _describe_steps(guard: LoopGuard) -> str:
 
 
 def _make_outcome(guard: LoopGuard, step: int) -> Outcome:
-    """The outcome of the request that reaches the threshold of this step."""
+    """The outcome for the request that reaches this step's threshold."""
     detector, found, subject = guard.detector, guard.repeat, guard.subject
     threshold = detector.list_thresholds(subject)[step]
     last = step == len(detector.actions) - 1 and not (found is not None and found.held)
@@ -337,10 +336,10 @@ def _read_body(data: str | None) -> bytes:
 
 
 def _split_url(text: str) -> SplitResult:
-    """Split a URL as curl does: without its scheme or, because only policies read it, with only a path."""
+    """Split a URL like curl, whose scheme is optional; a path alone is enough. Raises UsageError."""
     try:
         url = urlsplit(text if "://" in text else f"http://{text}")
-        _ = url.port  # reading it checks it
+        _ = url.port  # raises ValueError if invalid
     except ValueError as error:
         raise UsageError(f"{text!r} is not a URL: {error}") from None
     if url.scheme not in ("http", "https"):

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         flags = ", ".join(f"--{name}".replace("_", "-") for name in _AMOUNTS)
         raise UsageError(f"give at least one of {flags} and --tool, or --budget and --amount")
     options.duration = options.duration or _LASTS
-    key = secrets.token_hex(8)  # servers that share a store grant it only once
+    key = secrets.token_hex(8)  # servers that share a store apply it only once
     return give("grant", options, **amounts, tools=dict(options.tools) or None, key=key)
 
 
@@ -66,7 +66,7 @@ def _give_budget(options: argparse.Namespace) -> int:
 
 
 def _read_tool(text: str) -> tuple[str, int]:
-    """A tool and a number of calls; a name may contain `=`."""
+    """Parse `NAME=N`; the name may contain `=`."""
     name, equals, calls = text.rpartition("=")
     if not (name and equals and calls.isascii() and calls.isdigit()):
         raise argparse.ArgumentTypeError(f"must be NAME=N, such as refund=1, not {text!r}")

@@ -1,4 +1,4 @@
-"""`loopguard healthcheck`: asks the running server's grpc.health.v1."""
+"""`loopguard healthcheck`: checks a running server's grpc.health.v1."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC writes lines of its own to stderr
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC logs to stderr
     from extproc.transport.ask_health import ask_health  # noqa: PLC0415  # takes long to import; other commands do not need it
 
     tls = read_options(HealthcheckTls, vars(options))
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_credentials(tls: HealthcheckTls) -> object:
-    """For mutual TLS; None without it. Raises UsageError if a file cannot be used."""
+    """Credentials for mutual TLS, or None; raises UsageError."""
     import grpc  # noqa: PLC0415  # as above
 
     from extproc.transport.tls import read_file  # noqa: PLC0415  # as above
@@ -69,7 +69,7 @@ def _make_credentials(tls: HealthcheckTls) -> object:
     if not tls.tls_ca:
         return None
     ca, cert, key = [read_file(f"--tls-{name}", getattr(tls, f"tls_{name}")) for name in ("ca", "cert", "key")]
-    try:  # gRPC would only say that it cannot connect
+    try:  # gRPC would only report that it cannot connect
         ssl.create_default_context(cafile=tls.tls_ca).load_cert_chain(tls.tls_cert, tls.tls_key)
     except ssl.SSLError as error:
         raise UsageError(f"--tls-ca, --tls-cert and --tls-key must be PEM files that belong together: {error}") from None

@@ -1,4 +1,4 @@
-"""`loopguard init`: prints one of the presets, for its user to keep and change."""
+"""`loopguard init`: prints a preset to start from."""
 
 from __future__ import annotations
 

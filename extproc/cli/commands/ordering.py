@@ -1,4 +1,4 @@
-"""What the commands for operators' orders have in common."""
+"""Shared by the commands for operators' orders: flags, and the request to the admin port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPERATOR_HEADER = "x-loopguard-operator"
 
 
 def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False) -> None:
-    """Add the flags of an order: --for only with a default (`lasts`), --fingerprint and --tool only without `sessions`."""
+    """Add the flags of an order: --for with the default `lasts`, if any; --fingerprint and --tool unless `sessions`."""
     parser.add_argument(
         "--caller",
         action="append",
@@ -54,7 +54,7 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def give(kind: str, options: argparse.Namespace, **more: object) -> int:
-    """Send an order to every server, with `more` fields (None is left out); returns the exit code."""
+    """Send an order to every server, with those of the `more` fields that are not None; returns the exit code."""
     order = make_order(kind, options) | {name: value for name, value in more.items() if value is not None}
     for client in open_clients(options.admin):
         given = client.ask("/overrides", method="POST", body=order, headers=make_headers(options, client))
@@ -65,7 +65,7 @@ def give(kind: str, options: argparse.Namespace, **more: object) -> int:
 
 
 def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """An order for `POST /overrides`; raises UsageError if a flag cannot be used."""
+    """An order for `POST /overrides`; raises UsageError."""
     about: dict[str, Any] = {
         "caller": _read_caller(options.caller),
         "session": _split(options.session, "--session") if options.session and "=" in options.session else options.session,
@@ -81,7 +81,7 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_duration(text: str) -> int:
-    """Read a number with a unit, in seconds; raises UsageError if it is malformed, or too long for an order."""
+    """Parse a duration such as `30m` to seconds; raises UsageError if it is malformed or too long for an order."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise UsageError(f"--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not {text!r}")
@@ -92,10 +92,10 @@ def read_duration(text: str) -> int:
 
 
 def make_headers(options: argparse.Namespace, client: AdminClient) -> dict[str, str]:
-    """The operator's name and credential for a server; raises UsageError if a token file cannot be read."""
+    """The headers with the operator's name and token for a server; raises UsageError if the token file is invalid."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
+    except (KeyError, OSError):  # a user in a container may have no name
         user = str(os.getuid())
     headers = {_OPERATOR_HEADER: f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()}
     variable = f"{ENV_PREFIX}ADMIN_TOKEN_FILE"

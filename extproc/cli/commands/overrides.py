@@ -1,4 +1,4 @@
-"""`loopguard overrides`: lists operators' orders, and revokes them."""
+"""`loopguard overrides`: lists and revokes operators' orders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def describe(override: Mapping[str, Any]) -> str:
 
 
 def write_order(order: Mapping[str, Any]) -> str:
-    """An order in force beside what it is about, in a few words."""
+    """An order in force, in a few words, to print beside its target."""
     amounts = ", ".join(list_amounts(order))
     given = f" {amounts}" if amounts else ""
     who = f" by {order['who']}" if order.get("who") else ""
@@ -69,7 +69,6 @@ def write_order(order: Mapping[str, Any]) -> str:
 
 
 def list_amounts(override: Mapping[str, Any]) -> list[str]:
-    """What a grant adds, in words."""
     amounts = [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]
     if rule := override.get("budget"):
         amounts.append(f"+{override['amount']:.9g} {'to the limit of' if override.get('raises') else 'of'} {rule}")

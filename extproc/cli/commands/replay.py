@@ -1,4 +1,4 @@
-"""`loopguard replay`: what policies would have done to recorded traffic."""
+"""`loopguard replay`: shows what policies would have done to recorded traffic."""
 
 from __future__ import annotations
 

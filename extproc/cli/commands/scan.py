@@ -1,4 +1,4 @@
-"""`loopguard scan`: which agents looped, in transcripts and logs that are on the disk already."""
+"""`loopguard scan`: finds loops in agents' transcripts and logs on disk."""
 
 from __future__ import annotations
 

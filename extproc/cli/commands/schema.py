@@ -1,4 +1,4 @@
-"""`loopguard schema`: the JSON Schema of policy files."""
+"""`loopguard schema`: prints the JSON Schema of policy files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopguard serve`: the external processor."""
+"""`loopguard serve`: runs the external processor."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ add_flags = settings.add_flags
 
 
 def run(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end a process that cannot reload yet
-    hush_grpc()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server handles it; by default it ends the process
+    silence_grpc()
     import uvloop  # noqa: PLC0415  # only the server needs it
 
     from extproc.server import Server  # noqa: PLC0415  # takes 0.3 s to import; other commands do not need it
 
     chosen = settings.read_settings(vars(options), os.environ)
     variable = f"{settings.ENV_PREFIX}POLICY"
-    if not chosen.policy and variable in os.environ:  # such as from a template that lacks a value
+    if not chosen.policy and variable in os.environ:  # such as a template without a value
         raise UsageError(f"{variable} is empty; name policy files or directories, or unset it to watch without a policy")
     check_paths(chosen.policy)
     setup(chosen.log_format, chosen.log_level)
@@ -48,12 +48,12 @@ def run(options: argparse.Namespace) -> int:
     async def serve() -> None:
         await Server(chosen).run()
 
-    # Loopguard's own transport is faster with uvloop; grpcio brings its own poller.
+    # The fast transport is faster with uvloop; grpcio has its own poller.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if chosen.transport == "fast" else None) as runner:
         runner.run(serve())
     return 0
 
 
-def hush_grpc() -> None:
-    """Silence grpc before it is imported: its core would log errors, in its own format, that Loopguard reports itself."""
+def silence_grpc() -> None:
+    """Silence grpc before its import: its core would log errors that Loopguard reports itself."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,4 +1,4 @@
-"""`loopguard sessions`: what sessions have used, and the report of one run, from the admin port."""
+"""`loopguard sessions`: shows what sessions have used, or the report of one session."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write_report(report: Mapping[str, Any]) -> list[str]:
-    """The sessions in lines, with the steps of each if the report has them."""
-    lines = [server["line"] for server in report.get("coverage", ())]  # the report of one session has none
+    """The sessions in lines, with the steps of each if the report has any."""
+    lines = [server["line"] for server in report.get("coverage", ())]  # missing for a single session
     if report["problem"]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
     if not report["sessions"]:

@@ -1,4 +1,4 @@
-"""`loopguard top`: the active loops, from the admin port of a running server."""
+"""`loopguard top`: shows the active loops of a running server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ output is not a terminal, it is printed once."""
 
 _SORTS = ("now", "cost", "spared", "requests", "count", "last", "first")
 _BUDGETS = 100
-"""Asked for, the tightest first; more than are shown, so that the healthy ones are known."""
+"""Number of budgets to fetch, tightest first: more than are shown, to count the healthy ones."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     report = {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}
     if options.once or not sys.stdout.isatty():
-        console.print(_show(report, options), end="", crop=False)  # a command is copied whole
+        console.print(_show(report, options), end="", crop=False)  # commands must stay whole to be copied
         return 0
     with Live(_show(report, options), console=console, auto_refresh=False, screen=True) as live:
         while True:
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask_budgets(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any] | None:
-    """The tightest budgets; None beside sessions."""
+    """The tightest budgets; None with --tree."""
     if options.tree:
         return None
     return ask_all(clients, "/budgets", {**select_params(options, "policy", "caller"), "limit": str(_BUDGETS)})
@@ -88,13 +88,13 @@ def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[st
 
 def _show(report: dict[str, Any], options: argparse.Namespace) -> LoopScreen | Text:
     if options.tree:
-        return make_forest(report)
+        return make_tree(report)
     admin = "".join([f" --admin {shlex.quote(url)}" for url in options.admin or ()])
     return LoopScreen(report, list_commands(report, admin) if options.commands else ())
 
 
-def make_forest(report: dict[str, Any]) -> Text:
-    """The sessions with their agents for a terminal; those that seem to be agents stand below the ones that started them."""
+def make_tree(report: dict[str, Any]) -> Text:
+    """The sessions and their agents; a session that seems to be an agent follows the one that started it."""
     from rich.text import Text  # noqa: PLC0415  # only this command needs it
 
     return Text("\n".join([escape_controls(line) for line in write_report({**report, "sessions": order_sessions(report)})]))

@@ -1,4 +1,4 @@
-"""`loopguard validate`: reports all errors in policy files."""
+"""`loopguard validate`: reports every error in policy files."""
 
 from __future__ import annotations
 

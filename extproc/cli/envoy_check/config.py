@@ -1,7 +1,7 @@
-"""The contents of a configuration in any form: listeners, their routes, clusters.
+"""Finds listeners, routes and clusters in any form of configuration.
 
-A bootstrap has them in `static_resources`, a config dump in one section for each kind of resource, and xDS delivers a list.
-Resources that other sources deliver later are not in it. That is reported, not guessed.
+A bootstrap has them in `static_resources`, a config dump in a section for each kind, and xDS delivers a list. Resources that
+are delivered later are missing; checks report that instead of guessing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUTE, _ROUTES = "envoy.config.route.v3.Route", "envoy.config.route.v3.RouteLis
 _WITH_MATCHER = "envoy.extensions.common.matching.v3.ExtensionWithMatcher"
 
 _KINDS_BY_NAME = {"envoy.filters.http.router": "envoy.extensions.filters.http.router.v3.Router"}
-"""Kinds of filters that older configurations only name."""
+"""Kinds of filters without a typed_config, by name, for older configurations."""
 
 
 @dataclass(slots=True)
@@ -36,9 +36,9 @@ class Resources:
 
     Attributes:
         routes: RouteConfigurations outside listeners.
-        extensions: configurations of filters that are delivered separately (ECDS).
-        comes_later: xDS delivers more resources, which are not here.
-        version: Envoy's version; None if unknown.
+        extensions: separately delivered filter configurations (ECDS).
+        comes_later: whether xDS delivers more resources.
+        version: Envoy's version, or None.
     """
 
     listeners: list[ConfigPlace] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Resources:
     version: tuple[int, int] | None = None
 
     def add(self, resource: ConfigPlace) -> None:
-        """Add the content of an Any by its kind."""
+        """Add an Any to the list of its kind."""
         kind, message = resource.message()
         if kind in _KINDS:
             getattr(self, _KINDS[kind]).append(message)
@@ -60,7 +60,7 @@ def find_named(places: Sequence[ConfigPlace], name: str) -> ConfigPlace | None:
 
 
 def find_resources(document: ConfigPlace) -> Resources:
-    """All resources in a bootstrap, a config dump or a list of resources; raises UsageError for anything else."""
+    """The resources in a bootstrap, a config dump or a list of resources; raises UsageError for anything else."""
     found = Resources()
     if document.get("configs").is_there:
         _read_dump(document.get("configs"), found)
@@ -111,9 +111,9 @@ class Route:
     """One entry of a virtual host.
 
     Attributes:
-        around: that host and its RouteConfiguration.
-        number: counts from 1.
-        chosen: a matcher of the host chooses it, by more than the route says.
+        around: the virtual host and its RouteConfiguration.
+        number: its position, from 1.
+        chosen: whether a matcher of the host chooses it, by more than its own match.
     """
 
     place: ConfigPlace
@@ -123,32 +123,31 @@ class Route:
 
     @cached_property
     def pattern(self) -> PathPattern:
-        """The paths of the requests that it takes."""
+        """The paths that it takes."""
         return read_match(self.match)
 
     @property
     def name(self) -> str:
-        """Its own name, or one by which people can find it."""
+        """Its own name, else the host's name and its position."""
         return self.place.get("name").text() or f"{self.around[0].get('name').text()}[{self.number - 1}]"
 
     @property
     def levels(self) -> tuple[ConfigPlace, ConfigPlace, ConfigPlace]:
-        """The entry, its host and its RouteConfiguration; the innermost setting applies."""
+        """The entry, its host and its RouteConfiguration: settings of the first level apply before others."""
         return (self.place, *self.around)
 
     @property
     def is_answered_here(self) -> bool:
-        """Whether Envoy itself answers, so that no upstream is asked."""
+        """Whether Envoy itself answers, without an upstream."""
         return any(self.place.get(name).is_there for name in ("direct_response", "redirect"))
 
     @property
     def match(self) -> ConfigPlace:
-        """The requests that it takes."""
         return self.place.get("match")
 
     @property
     def conditions(self) -> list[str]:
-        """What else must hold for these requests."""
+        """Conditions beside the path."""
         return [*(["matcher"] if self.chosen else []), *list_conditions(self.match)]
 
 
@@ -157,9 +156,9 @@ class Manager:
     """An HTTP connection manager: filters and routes behind one port.
 
     Attributes:
-        filters: HTTP filters, in the order in which requests pass through them.
-        routes: routes, in the order in which Envoy tries them.
-        missing: why the routes are unknown; empty if they are known.
+        filters: HTTP filters, in the order of requests.
+        routes: routes, in Envoy's order.
+        missing: why the routes are unknown, or empty.
     """
 
     resources: Resources
@@ -171,7 +170,7 @@ class Manager:
 
     @property
     def name(self) -> str:
-        """The name by which people know it."""
+        """The listener's name and address."""
         address = self.listener.get("address", "socket_address")
         where = f"{address.get('address').text()}:{address.get('port_value').number(0):g}" if address.is_there else ""
         return " ".join(filter(None, (self.listener.get("name").text(), where))) or self.listener.pointer
@@ -182,8 +181,8 @@ class HttpFilter:
     """An entry of `http_filters`.
 
     Attributes:
-        kind: the name of its configuration's message; empty if unknown.
-        matcher: the ExtensionWithMatcher around it, which may skip it; no value for none.
+        kind: the type of its configuration; empty if unknown.
+        matcher: the ExtensionWithMatcher around it, which may skip it; missing if there is none.
     """
 
     place: ConfigPlace
@@ -193,16 +192,16 @@ class HttpFilter:
 
     @property
     def name(self) -> str:
-        """The name by which routes refer to it."""
+        """The name that routes use for it."""
         return self.place.get("name").text()
 
     @property
     def is_of_envoy_gateway(self) -> bool:
-        """Whether Envoy Gateway made it from an EnvoyExtensionPolicy, which cannot express everything."""
+        """Whether Envoy Gateway made it from an EnvoyExtensionPolicy, which lacks some settings."""
         return self.name.startswith("envoy.filters.http.ext_proc/envoyextensionpolicy/")
 
     def is_a(self, *kinds: str) -> bool:
-        """Whether it is of one of these kinds, as in `ext_proc.v3.ExternalProcessor`."""
+        """Whether it is of one of these kinds, such as `ext_proc.v3.ExternalProcessor`."""
         return self.kind.endswith(tuple(f".{kind}" for kind in kinds))
 
 
@@ -266,7 +265,7 @@ class Guard:
 
     Attributes:
         guarded: routes on which it sends part of each request.
-        blind: routes that configure the filter but on which it sends nothing.
+        blind: routes that configure it, but on which it sends nothing.
     """
 
     needs: Needs
@@ -277,18 +276,18 @@ class Guard:
 
     @property
     def observes(self) -> bool:
-        """Whether it only observes, so that responses from Loopguard are ignored."""
+        """Whether it only observes, so that Envoy ignores Loopguard's responses."""
         return self.filter.config.get("observability_mode").flag()
 
     @property
     def cluster(self) -> str:
-        """The name of the cluster that it calls; empty if it does not call a cluster."""
+        """The name of the cluster that it calls, or empty."""
         return self.filter.config.get("grpc_service", "envoy_grpc", "cluster_name").text()
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedRoute:
-    """A route on which a filter is on, with its processing mode (a route's own replaces it completely) and its overrides."""
+    """A route on which a filter is on, with its overrides and its processing mode, which may replace the filter's."""
 
     route: Route
     mode: ConfigPlace
@@ -300,23 +299,22 @@ class GuardedRoute:
 
     @property
     def body_mode(self) -> str:
-        """How request bodies are sent."""
         return self.mode.get("request_body_mode").text("NONE")
 
     @property
     def is_shown(self) -> bool:
-        """Whether part of its requests is sent: otherwise, Envoy opens no stream."""
+        """Whether any part of its requests is sent; otherwise Envoy opens no stream."""
         headers, trailers = self.mode.get("request_header_mode").text(), self.mode.get("request_trailer_mode").text()
         return headers != "SKIP" or trailers == "SEND" or self.body_mode != "NONE"
 
 
 def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Guard]:
-    """The filters of a manager that call Loopguard: those with these names or, without names, those that mention Loopguard."""
+    """The filters of a manager that call Loopguard: by these names, else those that mention Loopguard."""
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
     guards = []
     for item in meant:
-        routes = list(_list_on(manager, item))
+        routes = list(_list_enabled(manager, item))
         blind = [route for route in routes if not route.is_shown and list_said(item, *route.route.levels)]
         guards.append(Guard(needs, manager, item, [route for route in routes if route.is_shown], blind))
     return guards
@@ -327,7 +325,7 @@ def list_processors(manager: Manager) -> list[str]:
 
 
 def mentions_loopguard(item: HttpFilter) -> bool:
-    """Whether it mentions Loopguard in its name, its service, or the metadata that it accepts."""
+    """Whether its name, its service or its accepted metadata mentions Loopguard."""
     service = item.config.get("grpc_service")
     told = (
         item.name,
@@ -339,8 +337,8 @@ def mentions_loopguard(item: HttpFilter) -> bool:
     return any("loopguard" in text.lower() for text in told)
 
 
-def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
-    """The routes on which it is on, whatever it sends; also those of which only a weighted cluster turns it on."""
+def _list_enabled(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
+    """The routes on which a filter is on, if only for a weighted cluster; whatever it sends there."""
     for route in manager.routes:
         weighted = route.place.get("route", "weighted_clusters", "clusters").items()
         inner = [place for place in weighted if is_on(item, Route(place, route.around, 0), route.levels)]
@@ -353,12 +351,12 @@ def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
 
 
 def is_on(item: HttpFilter, route: Route, around: Sequence[ConfigPlace] = ()) -> bool:
-    """Whether a filter is on for the route's requests: the innermost setting applies.
+    """Whether a filter is on for a route; the innermost setting applies.
 
     Args:
         item: the filter.
         route: the route, or one of its weighted clusters.
-        around: what contains a weighted cluster, innermost first; for a route, its own levels are known.
+        around: the levels around a weighted cluster, innermost first; a route has its own.
     """
     said = list_said(item, route.place, *(around or route.around))
     if not said:
@@ -367,12 +365,12 @@ def is_on(item: HttpFilter, route: Route, around: Sequence[ConfigPlace] = ()) ->
 
 
 def list_settings(item: HttpFilter, route: Route) -> list[ConfigPlace]:
-    """The settings of a route for a filter, innermost first."""
+    """A route's settings for a filter, innermost first, without wrappers."""
     return [_read_per_route(entry) for entry in list_said(item, *route.levels)]
 
 
 def list_said(item: HttpFilter, *levels: ConfigPlace) -> list[ConfigPlace]:
-    """The settings for a filter, innermost first."""
+    """The settings of these levels for a filter, as written."""
     said = [level.get("typed_per_filter_config").entry(item.name) for level in levels]
     return [entry for entry in said if entry.is_there]
 
@@ -383,6 +381,6 @@ def _read_per_route(entry: ConfigPlace) -> ConfigPlace:
 
 
 def find_mirrors(route: Route) -> ConfigPlace | None:
-    """Where a route, or what contains it, has copies of its requests sent to another cluster."""
+    """The setting of a route, or of a level around it, that mirrors its requests."""
     places = [level.get("request_mirror_policies") for level in (route.place.get("route"), *route.around)]
     return next((place for place in places if place.is_there), None)

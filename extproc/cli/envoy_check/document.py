@@ -1,4 +1,4 @@
-"""A configuration for Envoy, YAML or JSON, in which each value knows its place."""
+"""An Envoy configuration in YAML or JSON, with the place of each value."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from extproc.policy.strict_json import write_pointer
 _TYPED_STRUCTS = (".udpa.type.v1.TypedStruct", ".xds.type.v3.TypedStruct")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s\Z")
 _MAX_VALUES = 1_000_000
-"""A file with more values consists of aliases of aliases."""
+"""A limit for YAML aliases of aliases."""
 
 _PIECE = 2**16
 MOST_DUMPED = 2**29
-"""Larger than the configuration of any mesh, in bytes."""
+"""Maximum bytes of a config dump, more than any mesh has."""
 
 _TIMEOUT = 10.0
-"""Time for Envoy to answer, in seconds."""
+"""Timeout of the admin port, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigPlace:
-    """A value with its JSON Pointer (RFC 6901), and line numbers by pointer if they are known.
+    """A value with its JSON Pointer (RFC 6901), and line numbers by pointer if known.
 
-    A missing value has a place, too: the one where it would be, with the value None.
+    A missing value has a place, too, with the value None.
     """
 
     value: Any
@@ -44,12 +44,12 @@ class ConfigPlace:
 
     @property
     def is_there(self) -> bool:
-        """Whether it is set, possibly to its default."""
+        """Whether it is set."""
         return self.value is not None
 
     @property
     def line(self) -> int | None:
-        """The line in the file, or that of the nearest enclosing value that has one."""
+        """The line in the file, or that of the nearest enclosing value with a line."""
         pointer = self.pointer
         while pointer not in self.lines:
             if not pointer:
@@ -58,7 +58,7 @@ class ConfigPlace:
         return self.lines[pointer]
 
     def get(self, *names: str) -> ConfigPlace:
-        """A field, or a field of a field, by its name in the .proto files; JSON may spell it in camelCase."""
+        """A field, or a nested one, by its names in the .proto files; JSON may use camelCase."""
         place = self
         for name in names:
             value = place.value if isinstance(place.value, dict) else {}
@@ -68,7 +68,7 @@ class ConfigPlace:
         return place
 
     def entry(self, key: str) -> ConfigPlace:
-        """The value of a map under exactly this key."""
+        """The value of a map by its exact key."""
         return self._step(key, self.value.get(key) if isinstance(self.value, dict) else None)
 
     def items(self) -> Iterator[ConfigPlace]:
@@ -84,7 +84,7 @@ class ConfigPlace:
             yield key, self.entry(key)
 
     def walk(self) -> Iterator[ConfigPlace]:
-        """Every object in it, in the document's order, itself first if it is one."""
+        """Every object in it, depth first, including itself."""
         waiting = [self]
         while waiting:
             place = waiting.pop()
@@ -101,7 +101,7 @@ class ConfigPlace:
         return self.value if isinstance(self.value, str) else default
 
     def number(self, default: float) -> float:
-        """A number; in JSON, it may be a string, or be wrapped in a message."""
+        """A number, which may be a string in JSON, or wrapped in a message."""
         found = self.value.get("value") if isinstance(self.value, dict) else self.value
         if isinstance(found, str):
             found = float(found) if re.fullmatch(r"\d+(\.\d+)?", found) else None
@@ -122,7 +122,7 @@ class ConfigPlace:
         return [item.text() for item in self.items()]
 
     def message(self) -> tuple[str, ConfigPlace]:
-        """The name of the message in an Any, and the place of its fields, which are one level deeper in a TypedStruct."""
+        """The type name of an Any, and its fields, which a TypedStruct has one level deeper."""
         kind = self.entry("@type").text().rpartition("/")[2]
         if f".{kind}".endswith(_TYPED_STRUCTS):
             return self.get("type_url").text().rpartition("/")[2], self.get("value")
@@ -130,16 +130,16 @@ class ConfigPlace:
 
 
 def read_file(path: str) -> ConfigPlace:
-    """A bootstrap, a config dump or xDS resources from a file; raises UsageError if it is neither YAML nor JSON."""
+    """Read a bootstrap, config dump or xDS resources; raises UsageError if it is neither YAML nor JSON."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8'}") from None
-    if text.lstrip().startswith("{"):  # a config dump has megabytes, and parsing JSON is a hundred times as fast as YAML
+    if text.lstrip().startswith("{"):  # dumps have megabytes, and JSON is parsed a hundred times as fast as YAML
         try:
             return ConfigPlace(msgspec.json.decode(text))
         except msgspec.DecodeError:
-            pass  # a YAML mapping may begin like this, too
+            pass  # a YAML mapping may begin with a brace, too
     return _read_yaml(path, text)
 
 
@@ -154,14 +154,14 @@ def _read_yaml(path: str, text: str) -> ConfigPlace:
 
 
 class _Loader(yaml.SafeLoader):
-    """Makes plain values, and records the line on which each of them starts."""
+    """Makes plain values and records the line of each."""
 
     def __init__(self, text: str, lines: dict[str, int]) -> None:
         super().__init__(text)
         self._lines = lines
 
     def read(self) -> Any:  # noqa: ANN401  # whatever the document holds
-        """The only document; raises YAMLError if it is malformed, or there are several."""
+        """Read the single document; raises YAMLError if it is malformed, or there are several."""
         node = self.get_single_node()
         return None if node is None else self._note(node, "", ())
 
@@ -183,7 +183,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def fetch_dump(url: str) -> ConfigPlace:
-    """The configuration of a running Envoy, from its admin port; raises UsageError if no Envoy answers."""
+    """Fetch the configuration of a running Envoy from its admin port; raises UsageError."""
     if not re.match(r"https?://", url):
         raise UsageError(f"--admin must be a URL, such as http://127.0.0.1:9901, not {url!r}")
     address = f"{url.rstrip('/')}/config_dump"

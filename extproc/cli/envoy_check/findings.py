@@ -1,4 +1,4 @@
-"""What checks report."""
+"""Findings of checks, and their codes."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ CODES = {
     "upgrades": "WebSockets use a filter chain without Loopguard.",
     "usage": "Tokens in answers are not read, so costs are estimated.",
 }
-"""Codes of findings, in alphabetical order, and their meanings."""
+"""Meanings of findings by code, in alphabetical order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that would cause problems, or that is worth knowing, once Loopguard is attached.
+    """A problem, or something worth knowing, for an Envoy with Loopguard.
 
     Attributes:
-        code: the name by which it can be ignored.
+        code: the name for `--ignore`.
         problem: what is wrong, and its consequence.
-        right: what would be right, in Envoy's words if it is a setting.
+        right: the repair, in Envoy's words if it is a setting.
         routes: names of the routes concerned; empty for all guarded routes.
-        hurts: False for a note, which does not make the check fail.
+        hurts: False for a note, which does not fail the check.
     """
 
     code: str
@@ -81,7 +81,6 @@ class Finding:
 
 
 def note(code: str, place: ConfigPlace, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
-    """A note: worth knowing, but not a failure."""
     return Finding(code, place, problem, right, routes, hurts=False)
 
 

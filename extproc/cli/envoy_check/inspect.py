@@ -1,4 +1,4 @@
-"""Inspects a whole configuration, route by route."""
+"""Runs all checks on a configuration, route by route."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SNIPPET = "what `loopguard envoy-config --snippet` prints"
 
 @dataclass(frozen=True, slots=True)
 class RouteReport:
-    """One route, and how each filter that guards it sends bodies; no `modes` if it is not guarded."""
+    """One route, and the body mode of each filter that guards it."""
 
     listener: str
     route: Route
@@ -33,12 +33,11 @@ class CheckReport:
 
     @property
     def is_good(self) -> bool:
-        """Whether there are no findings, only notes."""
         return not any(finding.hurts for finding in self.findings)
 
 
 def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> CheckReport:
-    """Run all checks; without `names`, on the filters that mention Loopguard."""
+    """Run all checks on the filters with these `names`, by default on those that mention Loopguard."""
     routes: list[RouteReport] = []
     findings: list[Finding] = []
     guards: list[Guard] = []
@@ -53,7 +52,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
     findings += _check_names(managers, needs)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
-    # Merge equal routes: a listener with a filter chain for each certificate has the same routes in each
+    # Merge equal routes: a listener may repeat them in a filter chain for each certificate
     merged: dict[tuple[str, str], RouteReport] = {}
     for report in routes:
         key = (report.listener, report.route.place.pointer)
@@ -89,7 +88,7 @@ def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> I
 
 
 def _check_other_listeners(managers: Sequence[Manager], guards: Sequence[Guard]) -> Iterator[Finding]:
-    """A route of a listener without Loopguard must not lead where a guarded one does."""
+    """A listener without Loopguard must not lead to a guarded upstream."""
     aims = [route.route for guard in guards for route in guard.guarded]
     guarding = {guard.manager.place.pointer for guard in guards if guard.guarded}
     for manager in [manager for manager in managers if manager.place.pointer not in guarding]:
@@ -105,7 +104,7 @@ def _check_other_listeners(managers: Sequence[Manager], guards: Sequence[Guard])
 
 
 def _check_streams(resources: Resources, guards: Sequence[Guard]) -> Iterator[Finding]:
-    """A listener that forwards connections, not requests, has no filters for requests."""
+    """A listener that forwards connections has no HTTP filters."""
     aims = {cluster for guard in guards for route in guard.guarded for cluster in name_clusters(route.route)}
     for listener in resources.listeners:
         for chain in [*listener.get("filter_chains").items(), listener.get("default_filter_chain")]:
@@ -134,7 +133,7 @@ def _check_names(managers: Sequence[Manager], needs: Needs) -> Iterator[Finding]
 
 
 def _leads_to(route: Route, aim: Route) -> bool | None:
-    """Whether a route takes all requests of another one to the same upstream; None if that cannot be judged."""
+    """Whether a route takes all requests of another to the same upstream; None if unknown."""
     if route.match.value == aim.match.value:
         takes: bool | None = True
     else:
@@ -156,7 +155,7 @@ def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
 
 
 def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) -> Iterator[Finding]:
-    """Requests that a policy selects have to reach Loopguard."""
+    """Requests that a policy selects must reach Loopguard."""
     guarded = {route.route.place.pointer for guard in guards for route in guard.guarded}
     for identity, selector in needs.selectors:
         for route, doubtful in find_taken(manager.routes, selector):
@@ -175,7 +174,7 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
 
 
 def _check_ports(manager: Manager, identity: str, selector: Selector, guarded: set[str]) -> Iterator[Finding]:
-    """With a port in the host, a request may take another virtual host; for policies, it is the same host."""
+    """A port in the host may lead to another virtual host; policies ignore the port."""
     strips = any(manager.place.get(name).flag() for name in ("strip_any_host_port", "strip_matching_host_port"))
     routes = [route for route in manager.routes if not route.around[1].get("ignore_port_in_host_matching").flag()]
     if strips or selector.hosts is None:
@@ -209,7 +208,7 @@ def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: 
 
 
 def _merge(findings: Sequence[Finding]) -> list[Finding]:
-    """Merge findings with the same place and problem; each lists all of its routes."""
+    """Merge findings with the same place and problem, and join their routes."""
     merged: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         key = (finding.code, finding.place.pointer, finding.problem)

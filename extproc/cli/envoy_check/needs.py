@@ -1,4 +1,4 @@
-"""What policies need from Envoy; without policies, everything that any policy could need."""
+"""What policies need from Envoy; without policies, what any policy could need."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Needs:
     """The needs of policies.
 
     Attributes:
-        known: policies were given.
-        uploads: the largest body that has to pass, in bytes.
+        known: whether policies were given.
+        uploads: the largest body that must pass, in bytes.
         hold: the longest delay of a throttled request, in seconds; 0 if none is throttled.
-        warns: some requests are forwarded with a warning.
-        steers: policies that add notes to requests, by id.
+        warns: whether some requests are forwarded with a warning.
+        steers: ids of policies that add notes to requests.
         keys: limit keys, including those of `first_of` and of labels.
         required: the keys without an alternative.
         selectors: selectors of enabled policies, by id.
-        outcomes: a policy depends on the cost or the errors of responses.
-        usage: a policy limits their cost.
+        outcomes: whether a policy depends on the cost or the errors of responses.
+        usage: whether a policy limits the cost.
     """
 
     known: bool
@@ -40,11 +40,11 @@ class Needs:
     required: Sequence[str] = ()
 
     def reads(self, source: str) -> bool:
-        """Whether a limit key begins like this."""
+        """Whether a limit key has this prefix."""
         return any(key.startswith(source) for key in self.keys)
 
     def requires(self, source: str) -> bool:
-        """Whether a limit key without an alternative begins like this."""
+        """Whether a limit key without an alternative has this prefix."""
         return any(key.startswith(source) for key in self.required)
 
     def list_headers(self) -> list[str]:
@@ -58,7 +58,7 @@ class Needs:
 
 
 def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
-    """The needs of these policies; None means any policies."""
+    """The needs of these policies; None for any policies."""
     if policies is None:
         hold = (MAX_DELAY_MS + HOLD_MARGIN_MS) / 1000
         return Needs(known=False, uploads=uploads, hold=hold, warns=True, keys=["ip:address"], selectors=())
@@ -82,7 +82,7 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
 
 
 def list_stages(spec: Spec) -> list[tuple[str, float]]:
-    """The actions of a policy's budgets before they are used up, each with its delay in milliseconds."""
+    """The actions of a policy's budgets before they are used up, each with its delay in ms."""
     stages = [stage for rule in spec.list_budget_rules() for stage in rule.algorithm_config.get("staged_actions", ())]
     return [(stage["action"], stage.get("delay_ms") or 0) for stage in stages if stage["action"] != "reject"]
 

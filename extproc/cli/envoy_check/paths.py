@@ -1,8 +1,8 @@
-"""What the `match` of a route says about paths, with three answers: it takes them, it does not, or this cannot be judged.
+"""Which paths a route's `match` takes, with three answers: True, False, or None if unknown.
 
-Every form of match is read as a literal beginning and a regular expression for the rest, so each question is answered in one
-place. Envoy's regular expressions are RE2's, whose syntax Python shares for the most part. A form or a syntax that is not known
-here has no expression, and is reported as not judged: it is never taken for a match of nothing.
+Every form of match is converted to a literal prefix and a regular expression for the rest, so each question is answered in one
+place. Envoy's expressions are RE2's; Python shares most of that syntax. An unknown form or syntax has the expression None and
+is reported as not judged; it never counts as a match of nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from extproc.policy.bundle import is_below
 ANYTHING = ".*"
 BELOW = "(?:/.*)?"
 _WIDE = {ANYTHING: ANYTHING, "(.*)": ANYTHING, "(?:.*)": ANYTHING, "[^?]*": ANYTHING, "(/.*)?": BELOW, BELOW: BELOW}
-"""Expressions that take everything below a literal, in the spelling that is used here."""
+"""Spellings of expressions that take everything below a literal, and the one used here."""
 
 _PLAIN = ("", ANYTHING, BELOW)
 _NAMED = {"prefix": ANYTHING, "path": "", "path_separated_prefix": BELOW}
@@ -27,31 +27,31 @@ _DENOMINATORS = {"HUNDRED": 100, "TEN_THOUSAND": 10_000, "MILLION": 1_000_000}
 
 _TEMPLATE = "UriTemplateMatchConfig"
 _SEGMENT = r"[-A-Za-z0-9._~%!$&'()+,;:=@*]+"
-"""A segment of a path in a URI template: Envoy's kPathGlob."""
+"""A path segment in a URI template (Envoy's kPathGlob)."""
 
 _OPERATOR = re.compile(r"\{(\w+)(?:=([^{}]*))?\}|\*\*|\*")
 _FLAGS = re.compile(r"\^?\(\?([a-zA-Z]+)\)\^?|\^")
 _ESCAPED = re.compile(r"\\[^A-Za-z0-9]")
 _CHOICE = re.compile(r"(?:\((?:\?:|\?P<\w+>)?(?=[^()]*\|))([^\\^$.?*+()\[\]{}]*)\)(?![?*+{])((?s:.*))")
-"""A group of alternatives without special characters, and what follows."""
+"""A group of plain alternatives, and the rest."""
 
 _SPECIAL = "\\^$.|?*+()[]{}"
 _QUANTIFIERS = "?*{"
 _FOREIGN = re.compile(r"\[\[|\[:|\\[pPQECzZ]|\(\?(?!:|P<|[ims]+:)")
-"""Syntax that RE2 and Python do not share, or read differently."""
+"""Syntax that RE2 or Python lacks, or that they read differently."""
 
 _SAMPLES = [path for paths in SAMPLES.values() for path in paths]
-"""Paths of model calls, to try expressions on."""
+"""Paths of model calls, to test expressions with."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathPattern:
-    """The paths of a match: those that begin with a literal and go on as a regular expression says.
+    """The paths of a match: a literal prefix, and a regular expression for the rest.
 
     Attributes:
-        rest: None for an expression that is not understood.
-        folds: the case of letters is ignored.
-        never: it takes no request that has a path, only CONNECT.
+        rest: the expression; None if unknown.
+        folds: whether the case of letters is ignored.
+        never: whether it takes only CONNECT, which has no path.
     """
 
     literal: str
@@ -60,7 +60,7 @@ class PathPattern:
     never: bool = False
 
     def takes(self, path: str) -> bool | None:
-        """Whether it takes this path; None if that cannot be judged."""
+        """Whether it takes this path."""
         if self.never or not self._begins(path, self.literal):
             return False
         if self.rest in (None, ANYTHING):
@@ -71,7 +71,7 @@ class PathPattern:
         return re.fullmatch(re.escape(self.literal) + self.rest, path, flags) is not None
 
     def reaches(self, prefix: str) -> bool | None:
-        """Whether it takes any path that a `pathPrefix` matches; None if that cannot be judged."""
+        """Whether it takes any path that a `pathPrefix` matches."""
         if self.never or not (self._begins(self.literal, prefix) or self._begins(prefix, self.literal)):
             return False
         if branches := self._list_branches():
@@ -87,18 +87,18 @@ class PathPattern:
         return found if found or self.rest in _PLAIN else None
 
     def _list_branches(self) -> list[PathPattern]:
-        """One pattern for each alternative that is a plain text; none if there are no alternatives, or others."""
+        """A pattern for each alternative, if the rest begins with a group of plain ones."""
         if found := _CHOICE.fullmatch(self.rest or ""):
             flags, start = "(?i)" if self.folds else "", re.escape(self.literal)
             return [read_regex(f"{flags}{start}{text}{found[2]}") for text in found[1].split("|")]
         return []
 
     def covers(self, prefix: str) -> bool:
-        """Whether it certainly takes every path that a `pathPrefix` matches."""
+        """Whether it is known to take every path that a `pathPrefix` matches."""
         return self.rest in (ANYTHING, BELOW) and self.takes(prefix) is True and not self.never
 
     def includes(self, other: PathPattern) -> bool | None:
-        """Whether it takes every path that another one takes; None if that cannot be judged."""
+        """Whether it takes every path that another pattern takes."""
         everything = self.rest in (ANYTHING, BELOW) and self.literal in ("", "/")
         if self.never or other.never or not (everything or self._begins(other.literal, self.literal)):
             return False
@@ -113,7 +113,7 @@ class PathPattern:
         return self.rest in (ANYTHING, other.rest) and (self.rest == ANYTHING or self.literal == other.literal)
 
     def meets(self, other: PathPattern) -> bool | None:
-        """Whether some path is taken by both; None if that cannot be judged."""
+        """Whether both take some path."""
         for one, another in ((self, other), (other, self)):
             if one.rest == "" and not one.folds:
                 return another.takes(one.literal)
@@ -131,11 +131,11 @@ class PathPattern:
         return False if wide else None
 
     def list_spellings(self) -> list[str]:
-        """Two spellings of a path that are the same to it, but not to a policy; none if it minds the case."""
+        """Two spellings of a path that are equal to it but not to a policy; empty if it is case-sensitive."""
         return [self.literal.lower(), self.literal.upper()] if self.folds and _has_letters(self.literal) else []
 
     def find_example(self) -> str:
-        """A path that it takes; empty if none is known."""
+        """A path that it takes, or empty."""
         if self.rest in _PLAIN:
             return self.literal
         return next((path for path in _SAMPLES if self.takes(path)), "")
@@ -149,7 +149,6 @@ def _has_letters(text: str) -> bool:
 
 
 def read_match(match: ConfigPlace) -> PathPattern:
-    """The paths of a route's match, or of another rule's."""
     folds = not match.get("case_sensitive").flag(default=True)
     for name, rest in _NAMED.items():
         if match.get(name).is_there:
@@ -165,13 +164,13 @@ def read_match(match: ConfigPlace) -> PathPattern:
 
 
 def read_regex(regex: str) -> PathPattern:
-    """A regular expression that has to match a whole path."""
+    """The pattern of a regular expression that must match a whole path."""
     folds, rest, literal = False, regex, ""
     if flags := _FLAGS.match(rest):
         folds, rest = "i" in (flags[1] or ""), rest[flags.end() :]
         if set(flags[1] or "") - {"i", "s", "m"}:
             return PathPattern("", None)
-    if _has_alternatives(rest):  # which may begin in another way
+    if _has_alternatives(rest):  # no common literal
         return PathPattern("", None if _FOREIGN.search(rest) or not _compiles(rest) else rest, folds)
     while rest:
         escaped = _ESCAPED.match(rest)
@@ -192,7 +191,7 @@ def read_regex(regex: str) -> PathPattern:
 
 
 def _has_alternatives(regex: str) -> bool:
-    """Whether there is a `|` outside of groups."""
+    """Whether there is a `|` outside groups."""
     outside, before = re.sub(r"\\.|\[\^?\]?[^]]*\]", "", regex), ""
     while outside != before:
         before, outside = outside, re.sub(r"\([^()]*\)", "", outside)
@@ -200,7 +199,7 @@ def _has_alternatives(regex: str) -> bool:
 
 
 def matches(regex: str, text: str) -> bool | None:
-    """Whether an expression of Envoy's matches a whole text; None if that cannot be judged."""
+    """Whether Envoy's expression matches a whole text; None if unknown."""
     return read_regex(regex).takes(text)
 
 
@@ -213,7 +212,7 @@ def _compiles(regex: str) -> bool:
 
 
 def _read_template(template: str) -> PathPattern:
-    """A URI template of Envoy's: `*` and `{x}` are a segment, `**` is any number of them."""
+    """Envoy's URI template: `*` and `{x}` match a segment, `**` any number."""
 
     def translate(operator: re.Match[str]) -> str:
         inner = operator[2] if operator[2] is not None else "*" if operator[1] else operator[0]
@@ -231,7 +230,7 @@ def _read_template(template: str) -> PathPattern:
 
 
 def find_share(match: ConfigPlace) -> float:
-    """The share of the requests that a route takes by default, from 0 to 1."""
+    """The fraction of requests that a route takes by default."""
     fraction = match.get("runtime_fraction", "default_value")
     if not match.get("runtime_fraction").is_there:
         return 1
@@ -239,14 +238,14 @@ def find_share(match: ConfigPlace) -> float:
 
 
 def list_conditions(match: ConfigPlace) -> list[str]:
-    """What else must hold for a route to take a request of its paths, by the names of the fields."""
+    """The conditions of a match beside the path, by field name."""
     known = [place.pointer for name in _MODIFIERS if (place := match.get(name)).is_there]
     conditions = [name for name, place in match.entries() if place.pointer not in known and place.value not in ([], None)]
     return [*conditions, *(["runtime_fraction"] if find_share(match) < 1 else [])]
 
 
 def list_methods(match: ConfigPlace) -> set[str] | None:
-    """The methods of the requests that it can take; None if it does not say."""
+    """The methods that it takes; None for any."""
     for header in match.get("headers").items():
         if header.get("name").text() == ":method" and not header.get("invert_match").flag():
             exact = header.get("string_match", "exact").text() or header.get("exact_match").text()

@@ -1,4 +1,4 @@
-"""Finds the Envoy routes whose requests a policy selects, as far as paths and names tell."""
+"""Finds the Envoy routes whose requests a policy selects, by paths and names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from extproc.cli.envoy_check.paths import PathPattern, find_share, list_methods,
 from extproc.policy.bundle import Selector, normalize_host
 
 Taken = tuple[Route, Route | None]
-"""A route, and the route that makes it uncertain, itself or an earlier one, whose match cannot be judged; None for certain."""
+"""A route, and the route whose unknown match makes that uncertain: itself, an earlier one, or None."""
 
 _LATE = ("cluster_header", "cluster_specifier_plugin", "inline_cluster_specifier_plugin")
-"""What chooses a cluster for each request."""
+"""Fields that choose a cluster for each request."""
 
 
 def find_taken(routes: Sequence[Route], selector: Selector, *, port: str = "") -> Iterator[Taken]:
-    """The routes, in Envoy's order, that may get a request which the selector matches.
+    """The routes, in Envoy's order, that may take a request which the selector matches.
 
-    Headers and queries in a route's match are ignored: such a route takes some requests of its paths, and leaves the others to
-    the next route. `port` is one that clients add to the selector's hosts, such as `:1`.
+    A route with conditions on headers or queries takes some requests of its paths and leaves the others to the next route.
+    `port` is appended to the selector's hosts, such as `:1`.
     """
     if selector.hosts is not None:
         serving = _find_hosts(routes, [f"{normalize_host(host)}{port}" for host in selector.hosts])
@@ -38,7 +38,7 @@ def find_taken(routes: Sequence[Route], selector: Selector, *, port: str = "") -
 
 
 def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
-    """Pointers of the virtual hosts that serve these hosts: by name, else by a wildcard, else the one for all others."""
+    """Pointers of the virtual hosts for these hosts: by name, else by wildcard, else the default one."""
     domains = {route.around[0].pointer: route.around[0].get("domains").names() for route in routes}
     found: set[str] = set()
     for host in hosts:
@@ -48,7 +48,7 @@ def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
 
 
 def _rank(domain: str, host: str) -> int:
-    """How closely a domain matches a host: 3 by name, 2 by a wildcard, 1 by `*`, 0 not at all."""
+    """How closely a domain matches a host: 3 by name, 2 by wildcard, 1 by `*`, 0 not at all."""
     inside = domain.strip("*")
     if host in (domain, normalize_host(domain)):
         return 3
@@ -58,30 +58,30 @@ def _rank(domain: str, host: str) -> int:
 
 
 def _find_by_path(routes: Sequence[Route], methods: Sequence[str], aim: str | PathPattern) -> Iterator[Taken]:
-    """The routes for paths below a prefix, or for those of a pattern."""
-    done: set[str] = set()  # virtual hosts in which these paths have their route
-    open_at: dict[str, Route] = {}  # by virtual host, the first route that may take them
+    """The routes for the paths of a prefix or pattern."""
+    done: set[str] = set()  # virtual hosts in which a route takes all of these paths
+    uncertain: dict[str, Route] = {}  # by virtual host, the first route that may take them
     for route in routes:
         host, pattern, taken = route.around[0].pointer, route.pattern, list_methods(route.match)
         answer = pattern.reaches(aim) if isinstance(aim, str) else pattern.meets(aim)
         if host in done or answer is False or not find_share(route.match) or (methods and taken and taken.isdisjoint(methods)):
             continue
         if answer is None or route.chosen:
-            open_at.setdefault(host, route)
-        yield route, open_at.get(host)
+            uncertain.setdefault(host, route)
+        yield route, uncertain.get(host)
         every = pattern.covers(aim) if isinstance(aim, str) else pattern.includes(aim)
         if answer and every and (not route.conditions or _takes_methods(route, methods)):
             done.add(host)
 
 
 def _takes_methods(route: Route, methods: Sequence[str]) -> bool:
-    """Whether the methods are all that the route asks for beside the path, and it takes these."""
+    """Whether the route's only condition is a method, which is the one selected."""
     asked = [header.get("name").text() for header in route.match.get("headers").items()]
     return route.conditions == ["headers"] and asked == [":method"] and {*methods} == list_methods(route.match)
 
 
 def share_upstream(route: Route, other: Route) -> bool | None:
-    """Whether two routes send requests to the same cluster; None if requests or plugins choose the cluster of one."""
+    """Whether two routes send requests to the same cluster; None if a request or plugin chooses one."""
     if name_clusters(route) & name_clusters(other):
         return True
     return None if _chooses_late(route) or _chooses_late(other) else False

@@ -1,4 +1,4 @@
-"""A report for people, as tables and sentences, and a report for programs."""
+"""Prints the report as tables and sentences, or makes it JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _make_finding(finding: Finding) -> dict[str, Any]:
 
 
 def print_report(report: CheckReport, source: str, console: Console) -> None:
-    """Print tables of routes and findings. The configuration's text is printed literally, without markup."""
+    """Print the tables of routes, then the findings."""
     for listener in dict.fromkeys(item.listener for item in report.routes):
         console.print(_make_route_table(listener, [item for item in report.routes if item.listener == listener]))
     for finding in sorted(report.findings, key=lambda finding: not finding.hurts):

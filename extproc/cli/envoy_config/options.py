@@ -1,4 +1,4 @@
-"""The bootstrap's settings besides the policies; every field is a flag."""
+"""The flags of `loopguard envoy-config`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from extproc.settings import Address, SubjectName, parse_address, parse_subject_
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
 HTTPS = 443
 _WINDOW = range(65_535, 2**31)
-"""The range of an HTTP/2 flow-control window, in bytes (RFC 9113 section 6.5.2): request bodies are buffered in one."""
+"""Valid sizes of an HTTP/2 flow-control window (RFC 9113 section 6.5.2), which limits the bodies that Envoy buffers."""
 
 
 def is_ip(host: str) -> bool:
@@ -50,7 +50,7 @@ def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguar
 def _parse_endpoints(text: str) -> tuple[Address, ...]:
     peers = tuple(_parse_peer(item.strip()) for item in text.split(","))
     resolved = [peer.text for peer in peers if not (peer.is_unix or is_ip(peer.host))]
-    if resolved and any(peer.is_unix for peer in peers):  # it is valid, but Envoy never finds any of them healthy
+    if resolved and any(peer.is_unix for peer in peers):  # Envoy accepts the mix, but none becomes healthy
         raise ValueError(f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP address")
     return peers
 
@@ -89,8 +89,6 @@ def _parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvoyOptions:
-    """The flags of `loopguard envoy-config`."""
-
     upstream: Address | None = option(
         None, partial(_parse_server, example="api.example.com:443"), "where requests go; required for a bootstrap", "HOST:PORT"
     )

@@ -1,4 +1,4 @@
-"""The templates' values, from options and guarded routes."""
+"""Fills the templates from options and guarded routes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ESCAPE = re.compile("%[0-9A-F]{2}")
 
 
 def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
-    """The whole configuration as commented YAML; raises UsageError if a route that a policy selects cannot be placed."""
+    """The whole configuration as commented YAML; raises UsageError if a selected route cannot be placed."""
     assert options.upstream is not None  # noqa: S101  # checked by the options
     routes = plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
@@ -52,7 +52,7 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
 
 
 def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[GuardedPath]:
-    """The routes with these names or paths; raises UsageError, with the existing routes, if one is missing."""
+    """The routes with these names or paths; raises UsageError if one is missing."""
     for one in wanted:
         if not any(one in (route.name, route.path) for route in routes):
             there = ", ".join(dict.fromkeys(route.path or route.name for route in routes)) or "none"
@@ -61,7 +61,7 @@ def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[G
 
 
 def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """The templates' values, except those of routes and of the upstream."""
+    """The templates' values, except those of the routes and the upstream."""
     needed = policies.needs_answers()
     by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in options.endpoints)
     tolerant, usage = _is_tolerant(options) or bool(options.tolerant_routes), _reads_usage(policies, options)
@@ -85,7 +85,7 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
         "loopguard_endpoints": "\n".join(
             f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in options.endpoints
         ),
-        # How Envoy identifies itself to Loopguard, and which certificates it accepts
+        # Envoy's certificate for Loopguard, and the accepted ones of Loopguard
         "endpoint_tls": bool(options.endpoint_cert),
         "endpoint_cert": _quote(options.endpoint_cert),
         "endpoint_key": _quote(options.endpoint_key),
@@ -108,8 +108,8 @@ def _is_tolerant(options: EnvoyOptions) -> bool:
 
 
 def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
-    """What a guarded route sends; `tolerant` if it is so beside strict routes."""
-    observes = options.observes  # answers are ignored, so nothing is held, reported or received
+    """The values of a guarded route; `tolerant` for a tolerant route beside strict ones."""
+    observes = options.observes  # answers are ignored
     buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else options.body_mode]
     return {
         "usage": _reads_usage(policies, options),
@@ -125,7 +125,7 @@ def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
 
 
 def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
-    """The parts that are the same for every Envoy, as YAML.
+    """The parts that are the same for every Envoy, as YAML, for the Helm chart.
 
     `entries` and `usage` report costs, `tracing` puts decisions on spans, and `cluster` is Loopguard's.
     """
@@ -141,13 +141,13 @@ def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
         "event_rules": write_event_rules(),
         "answer_rules": write_rules(),
         "streamed_matchers": write_streamed_matchers(),
-        # A number with as many digits as the limit, or more, is at least a tenth of it.
+        # A number with at least as many digits as the limit is at least a tenth of it.
         "large_digits": str(len(str(options.buffer_limit))),
     }
 
 
 def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """The upstream. With TLS, its certificate must be for the host's name, or for its address if it has no name."""
+    """The upstream's values. With TLS, its certificate must be for the host name, or for the address if it has none."""
     host, tls = upstream.host, options.speaks_tls
     return {
         "upstream": upstream.text,
@@ -168,11 +168,11 @@ def _render_route(route: GuardedPath, action: str, shown: Mapping[str, str | boo
         "match": _write_match(route),
         "action": action,
     }
-    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # done for all routes together
+    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # the bootstrap bounds all routes
 
 
 def _write_match(route: GuardedPath) -> str:
-    """Envoy's `RouteMatch`, which matches what selectors do."""
+    """A `RouteMatch` that matches the same paths as the selector."""
     if route.api:
         return f"{{safe_regex: {{regex: {_quote(write_regex(route.api))}}}}}"
     if "%" in route.path:
@@ -185,7 +185,7 @@ def _write_match(route: GuardedPath) -> str:
 
 
 def _write_regex(route: GuardedPath) -> str:
-    """A regex for either case of an escape's hex digits, which Envoy does not normalize."""
+    """A regex that accepts both cases of hex digits in escapes, which Envoy does not normalize."""
     path = _ESCAPE.sub(lambda found: "".join(_either_case(digit) for digit in found[0]), re.escape(route.path))
     if route.exact:
         return path
@@ -204,7 +204,7 @@ def _write_address(place: Address) -> str:
 
 
 def _quote(text: str) -> str:
-    """Quote a string so that YAML reads exactly this string: as in JSON, with Unicode's line breaks escaped, too."""
+    """Quote a string for YAML: as JSON, with Unicode line breaks escaped, too."""
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False))
 
 

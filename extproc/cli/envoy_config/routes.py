@@ -1,4 +1,4 @@
-"""Chooses the paths that Envoy sends to Loopguard, their order, and the names of their routes."""
+"""Plans the routes: the paths that Envoy sends to Loopguard, their order and their names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from extproc.policy.loader import PolicySet
 
 
 class GuardedPath(NamedTuple):
-    """Paths that Envoy sends to Loopguard.
+    """A route that Envoy sends to Loopguard.
 
     Attributes:
         path: the path; empty if `api`, or `name` alone, selects.
-        exact: without what is below it.
+        exact: whether paths below it are excluded.
         policies: ids of the policies that need it.
-        name: of its route.
-        api: name of the API whose paths these are, whatever they begin with.
+        name: the route's name.
+        api: the API whose paths it takes, whatever they begin with.
     """
 
     path: str
@@ -35,19 +35,19 @@ class _Anchor(NamedTuple):
     api: str = ""
 
     def list_around(self) -> Iterator[_Anchor]:
-        """This anchor, every prefix that its requests have, longest first, and every API that they may call."""
+        """This anchor, every prefix of its requests, longest first, and every API that they may call."""
         yield self
         yield _Anchor(self.path or "/", exact=False)
         for end in range(len(self.path) - 1, -1, -1):
             if self.path[end] == "/":
                 yield _Anchor(self.path[: end + 1], exact=False)
                 yield _Anchor(self.path[:end], exact=False)
-        if self.path not in ("", "/"):  # whose routes are tried after those of APIs
+        if self.path not in ("", "/"):  # their routes come after those of APIs
             for api in [read_path(self.path).api] if self.exact else API_NAMES:
                 yield _Anchor("", exact=False, api=api)
 
     def rank(self) -> tuple[bool, int]:
-        """Order anchors as Envoy has to try them: exact paths, then prefixes, longest first, and APIs before `/`."""
+        """The sort key for Envoy's order: exact paths, then prefixes, longest first, and APIs before `/`."""
         return not self.exact, -len(self.path or "/x")
 
 
@@ -55,7 +55,7 @@ _EVERYWHERE = _Anchor("/", exact=False)
 
 
 def plan_routes(policies: PolicySet) -> list[GuardedPath]:
-    """The guarded paths, most specific first; raises UsageError if policies need route names that conflict."""
+    """The guarded paths, most specific first; raises UsageError if policies need conflicting route names."""
     users: dict[_Anchor, list[Policy]] = {}
     by_name_alone: list[Policy] = []
     for policy in policies.list_acting():
@@ -65,7 +65,7 @@ def plan_routes(policies: PolicySet) -> list[GuardedPath]:
         if not anchors:
             by_name_alone.append(policy)
     for _, switch in (numbered for source in policies.sources for numbered in source.kill_switches):
-        if switch.route is not None:  # which may not be any policy's path
+        if switch.route is not None:  # possibly no policy's path
             users.setdefault(_Anchor(switch.route, exact=True), [])
     names = {anchor: _choose_name(anchor, asking) for anchor, asking in users.items()}
     homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_list_wanted_names(policy))]
@@ -93,7 +93,7 @@ def _list_wanted_names(policy: Policy) -> Sequence[str]:
 
 
 def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
-    """The first route name that suits every policy anchored here; empty if no policy needs one."""
+    """The first route name that suits every policy of this anchor; empty if none needs a name."""
     asking = [policy for policy in users if _list_wanted_names(policy)]
     if not asking:
         return ""
@@ -108,7 +108,7 @@ def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
 
 
 def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Policy]) -> str:
-    """The name of the catch-all route, for policies that select only by a route's name."""
+    """The name of the catch-all route, for policies that select by route name alone."""
     wanted = dict.fromkeys(name for policy in homeless for name in _list_wanted_names(policy))
     if len(wanted) > 1:
         raise UsageError(
@@ -119,6 +119,6 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
 
 
 def _name(anchor: _Anchor, names: Mapping[_Anchor, str]) -> str:
-    """A route's name: its own, else that of the nearest enclosing path or API, whose policies also match its requests."""
+    """A route's own name, else that of the nearest enclosing path or API, whose policies match its requests, too."""
     name = next((names[around] for around in anchor.list_around() if names.get(around)), "")
     return name or f"guarded:{anchor.api or anchor.path}{'' if anchor.exact or anchor.api else '*'}"

@@ -1,4 +1,4 @@
-"""The parts that an existing configuration needs, cut out of the templates for a whole bootstrap."""
+"""The parts that an existing configuration needs, cut out of the bootstrap's templates."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _PLACES = {  # by their names in the templates, in the order of the templates
 
 
 def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
-    """All parts as YAML documents, with their places in comments; raises UsageError if a route cannot be placed or found."""
+    """The parts as YAML documents, with their places in comments; raises UsageError if a route cannot be placed."""
     parts = enumerate(_make_parts(policies, options), 1)
     head = _HEAD.format(envoy=describe_guard(policies, options)["envoy"])
     return head + "".join(f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts)
 
 
 def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
-    """Ids of policies that select by route name, but by none of these names."""
+    """Ids of policies that select by route name, but not by one of these."""
     return [
         policy.id
         for policy in policies.list_acting()
@@ -79,7 +79,7 @@ def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_P
 
 
 def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
-    """One part for the routes that are as strict as the filter, and one for the others."""
+    """A part for strict routes and one for tolerant ones."""
     routes = [GuardedPath("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
     for is_tolerant in (False, True):

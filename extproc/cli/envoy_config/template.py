@@ -1,9 +1,9 @@
-"""YAML with placeholders, which is still YAML to an editor.
+"""YAML templates that are still valid YAML for an editor.
 
 - `$name` is replaced by a value.
-- `#$name`, alone on its line, is replaced by a block, whose lines get its indentation; an empty block leaves no line.
-- `#if name`, `#else`, `#end`, each alone on its line: the lines between are printed only if the value is set, or not set.
-- `#part place`, `#end`: the lines between can also be printed alone. Parts with the same place are one part.
+- `#$name`, alone on its line, is replaced by a block with the same indentation; an empty block leaves no line.
+- `#if name`, `#else`, `#end`, each alone on its line: print the lines between if the value is true, else the others.
+- `#part place`, `#end`: lines that can also be printed alone. Parts with the same place are joined.
 
 Comments to print start with `# `.
 """
@@ -29,8 +29,8 @@ def cut_parts(template: str, values: Mapping[str, str | bool]) -> dict[str, str]
 
 
 def _fill_lines(template: str, values: Mapping[str, str | bool]) -> Iterator[tuple[str, str]]:
-    """Each printed line, with the place of its part, empty outside of parts."""
-    shown, places = [True], [""]  # whether lines are printed, and their part: at first, then in each open block
+    """Each printed line and the place of its part, which is empty outside of parts."""
+    shown, places = [True], [""]  # stacks: whether to print lines, and their part
     for line in template.splitlines(keepends=True):
         match line.split():
             case ["#if", name]:

@@ -1,4 +1,4 @@
-"""Envoy's rules for reading token counts in responses. `apis` knows their places, and reads what Envoy finds."""
+"""Envoy's rules that extract token counts from responses; `apis` has the places and reads the results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _STREAMED = """\
 
 
 def write_rules() -> str:
-    """For a response in one document: a rule for each count."""
+    """The rules for a response in one document: one for each count."""
     counts = [_write_rule(place, name, _NUMBER) for name, places in COUNT_PLACES.items() for place in places]
     return "\n".join(f"- {rule}" for rule in [*counts, *_MODEL_RULES])
 
 
 def write_event_rules() -> str:
-    """For an event of a stream: a rule for each object with counts, which the parser passes as text."""
+    """The rules for an event of a stream: one for each object with counts, which is passed as text."""
     objects = [_write_rule(place, place, _TEXT) for place in EVENT_OBJECTS]
     return "\n".join(f"- rule: {rule}" for rule in [*objects, *_MODEL_RULES])
 
 
 def write_streamed_matchers() -> str:
-    """For paths with one document streamed in pieces: clients read it as it arrives, so Envoy must not hold it."""
+    """Matchers for paths whose response is a document in pieces, which Envoy must not buffer."""
     return "\n".join(_STREAMED.replace("$part", part) for part in STREAMED_DOCUMENTS)
 
 

@@ -1,1 +1,1 @@
-"""Runs recorded traffic through the same engine, by the recorded clock, to show what policies would have done to it."""
+"""`loopguard replay`: runs recorded traffic through the engine, by the recorded clock."""

@@ -1,4 +1,4 @@
-"""Shared by the commands that read logs: flags, a progress bar, and messages about lines."""
+"""Flags, a progress bar and messages of commands that read logs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from extproc.policy.loader import PolicySet
 _REORDER_SECONDS = 5.0
 _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
-"""The progress bar moves after this many requests."""
+"""Requests between updates of the progress bar."""
 
 COUNT = make_type(parse_integer(1))
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of commands that read logs."""
     add_policy_flag(parser)
     parser.add_argument(
         "log", nargs="+", metavar="LOG", help="access log or file of records, plain, gzip or zstd; - for standard input"
@@ -50,7 +49,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
-    """An engine with the policies that act; prints warnings to stderr. Raises UsageError if none acts."""
+    """Make an engine and print warnings to stderr; raises UsageError if no policy acts."""
     print_warnings([*policies.warnings, *policies.unenforced])
     engine = Engine(policies, datetime.now(UTC), shadow=shadow)
     if not engine.plans:
@@ -60,7 +59,7 @@ def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
 
 @contextmanager
 def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogEntry]]]:
-    """The logs, and their requests in order of time, with a progress bar; raises LoopguardError if there is no request."""
+    """Open the logs; yields them and their requests in order of time. Raises LoopguardError if there are none."""
     with ExitStack() as stack:
         logs = Logs(options.log, options.reorder_seconds, stack)
         yield logs, _watch(logs, stack.enter_context(show_bar(logs.size)))
@@ -69,7 +68,7 @@ def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogE
 
 
 def _watch(logs: Logs, advance: Callable[..., object]) -> Iterator[LogEntry]:
-    """The requests in the logs; the progress bar shows how much of these is read."""
+    """The requests in the logs; moves the progress bar."""
     told = 0
     for number, entry in enumerate(logs.read()):
         if not number % _STEP:
@@ -81,7 +80,7 @@ def _watch(logs: Logs, advance: Callable[..., object]) -> Iterator[LogEntry]:
 
 @contextmanager
 def show_bar(size: int | None) -> Iterator[Callable[..., object]]:
-    """Show a progress bar for this many bytes on stderr if that is a terminal; yields the function that moves it."""
+    """Show a progress bar for `size` bytes if stderr is a terminal; yields the function that advances it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
 
     from extproc.cli.replay.table import make_console  # noqa: PLC0415  # same
@@ -98,7 +97,7 @@ def show_bar(size: int | None) -> Iterator[Callable[..., object]]:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a file; raises LoopguardError if that fails."""
+    """Write a file; raises LoopguardError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -115,7 +114,7 @@ def _describe_nothing(logs: Logs) -> str:
 
 
 def print_lines(logs: Logs, evictions: int) -> None:
-    """Print to stderr what was wrong with lines, and why counts may be too low."""
+    """Print problems with lines, and whether counts may be too low, to stderr."""
     for kind, problem in logs.problems.by_kind.items():
         severity = "note" if kind in HARMLESS else "warning"
         example = "".join([f": {name}" for name in problem.names][:1])

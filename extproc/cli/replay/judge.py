@@ -1,4 +1,4 @@
-"""Runs recorded requests through the engine, and through a store in memory that uses the log's clock."""
+"""Runs recorded requests through the engine and a memory store with the log's clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from extproc.store.rules.session import REFUSED
 
 
 class Judge:
-    """Decides about requests one by one; counts those that no policy matches, and those that a kill switch stops."""
+    """Decides about requests one by one. Counts unmatched requests, and those that a kill switch stops."""
 
     def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY, pinned: Sequence[str] = ()) -> None:
-        """Start with an empty store; `pinned` policies judge all requests, whatever their selectors."""
+        """Start with an empty store; `pinned` policies judge all requests, without their selectors."""
         self.unmatched = self.killed = 0
         self._engine = engine
         self._pinned = pinned
@@ -34,11 +34,11 @@ class Judge:
 
     @property
     def evictions(self) -> int:
-        """The number of live fingerprints dropped for lack of room, which makes some counts too low."""
+        """The number of live fingerprints dropped at capacity, which makes counts too low."""
         return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
 
     def judge(self, recorded: Recorded) -> tuple[Exchange, Decision] | None:
-        """What the policies decide about the next request; None if no policy is asked."""
+        """Decide about the next request; None if no policy matches or a kill switch stops it."""
         request = recorded.make_request()
         if self._is_killed(request, recorded.time):
             self.killed += 1
@@ -48,8 +48,7 @@ class Judge:
             self.unmatched += 1
             return None
         decision = exchange.decide(self._count(exchange.enforcing), self._count(exchange.shadow))
-        # Give back what a refused request took from sessions and budgets; a shadow policy's refusal, from its own
-        # budgets
+        # A refused request gives back what it took from sessions and budgets; a shadow refusal, from shadow budgets.
         if decision.action is Action.REJECT or exchange.enforcing.forbidden is not None:
             self._counting.give_back(exchange.sessions, exchange.budgets, REFUSED)
         else:
@@ -59,7 +58,7 @@ class Judge:
         return exchange, decision
 
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Exchange | None:
-        """Evaluate a recorded request up to the point where it is counted; None if no policy matches it."""
+        """Prepare a request for counting; None if no policy matches."""
         key = self._recorded_key if recorded.partial else self._key
         exchange = self._engine.prepare(request, pinned=self._pinned, key=key)
         if exchange is None:
@@ -69,7 +68,7 @@ class Judge:
         if content is None:
             exchange.read_body(recorded.sums, recorded.unknown, None, "no_body")
             return exchange
-        # This reads headers that a partial record does not have; they were read when it was recorded.
+        # Partial records lack these headers; they were read during recording.
         reason = explain_unknowable_body(exchange.request) if exchange.needs_body and not recorded.partial else ""
         exchange.read_body(None if reason else exchange.sum_up(content), reason, content)
         return exchange
@@ -77,7 +76,7 @@ class Judge:
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:
             return self._engine.find_switch(request, time / 1000) is not None
-        except NotCounted:  # the switch needs an unrecorded value; killed requests are never recorded
+        except NotCounted:  # the switch needs a value that was not recorded; killed requests never are
             return False
 
     def _count(self, group: Guards) -> Counts:

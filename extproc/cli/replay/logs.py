@@ -1,8 +1,8 @@
-"""Reads recorded requests from log files in order of time, and notes what was wrong with lines.
+"""Reads recorded requests from log files in order of time, and counts problems with lines.
 
-Several logs are read side by side, so logs of several Envoys, or rotated ones, may be given in any order. A heap holds requests
-before which an earlier one may come. It is bounded in seconds, requests and bytes, and so are lines, so memory does not grow
-with the logs. Nothing is skipped silently: unusable lines are counted, and the first places listed.
+Several logs are merged, so logs of several Envoys, or rotated ones, may be given in any order. A heap sorts requests that
+arrive late. It is bounded in seconds, requests and bytes, so memory does not grow with the logs. No line is skipped silently:
+unusable ones are counted, and the first places listed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from extproc.errors import LoopguardError
 
 STDIN = "-"
 
-_MAX_HELD = 50_000
-_MAX_HELD_BYTES = 64 * 2**20
+_MAX_SORTING = 50_000
+_MAX_SORTING_BYTES = 64 * 2**20
 _OBJECT_BYTES = 1_000
-"""Memory of a request beside its line, in bytes."""
+"""Memory of a request in addition to its line, in bytes."""
 
 _GAP_MS = 3_600_000
 _PLACES = 5
@@ -41,10 +41,10 @@ PROBLEMS = {
     "out_of_order": "more than --reorder-seconds earlier than a previous line, or the clock was set back",
     "clock_forward": "more than an hour later than the line before",
 }
-"""What may be wrong with a line, as text after `N lines: `."""
+"""Problems with lines, as text after `N lines: `."""
 
 HARMLESS = frozenset({"no_record", "clock_forward"})
-"""Problems that are normal in a log."""
+"""Problems that normal logs have."""
 
 
 class LogEntry(NamedTuple):
@@ -63,11 +63,11 @@ class Logs:
     Attributes:
         size: size of all logs, in bytes; None if standard input is one of them.
         first: time of the earliest request, in milliseconds since 1970; None until there is one.
-        last: time of the request read last.
+        last: time of the latest request read.
     """
 
     def __init__(self, names: Sequence[str], reorder_seconds: float, stack: ExitStack) -> None:
-        """Open all logs (`-` is standard input), which `stack` closes; raises LoopguardError if one cannot be read."""
+        """Open all logs (`-` is standard input); `stack` closes them. Raises LoopguardError."""
         self.problems = Problems(_PLACES)
         self.size: int | None = 0
         self.first: int | None = None
@@ -92,11 +92,11 @@ class Logs:
         return sum(source.number for source in self._sources)
 
     def tell(self) -> int:
-        """The number of bytes read so far; only if `size` is known."""
+        """The number of bytes read so far; call it only if `size` is known."""
         return sum(source.tell() for source in self._sources)
 
     def read(self) -> Iterator[LogEntry]:
-        """The requests of all logs, in order of time."""
+        """The requests of all logs in order of time."""
         for entry in self._sort(self._merge()):
             if self.last is not None and entry.time < self.last:
                 self.problems.add("out_of_order", entry.place)
@@ -107,7 +107,7 @@ class Logs:
             yield entry
 
     def _parse(self, lines: PackedLines) -> Iterator[tuple[FilePlace, Recorded, int]]:
-        """A log's requests, each with its place and its size in bytes."""
+        """A log's requests, each with its place and size in bytes."""
         try:
             for line in lines.read():
                 try:
@@ -123,7 +123,7 @@ class Logs:
             self.problems.add("damaged", lines.place, str(error))
 
     def _merge(self) -> Iterator[tuple[int, LogEntry]]:
-        """The next request of the log that is furthest behind, with a time before which no further requests are expected."""
+        """The next request of the log furthest behind, and a time before which no more are expected."""
         readers = [self._parse(source) for source in self._sources]
         fronts = [(0, number) for number in range(len(readers))]
         heapify(fronts)
@@ -135,21 +135,21 @@ class Logs:
                 heappop(fronts)
                 continue
             place, recorded, size = found
-            # A log that goes back further than allowed had its clock set back, so follow it.
+            # A larger step back means that the clock was set back: follow it.
             newest = max(newest, recorded.time) if recorded.time >= newest - self._reorder_ms else recorded.time
             heapreplace(fronts, (newest, number))
             read += 1
             yield fronts[0][0] - self._reorder_ms, LogEntry(recorded.time, read, size + _OBJECT_BYTES, place, recorded)
 
     def _sort(self, entries: Iterator[tuple[int, LogEntry]]) -> Iterator[LogEntry]:
-        held: list[LogEntry] = []
+        waiting: list[LogEntry] = []
         size = 0
         for settled, entry in entries:
-            heappush(held, entry)
+            heappush(waiting, entry)
             size += entry.size
-            while held and (held[0].time <= settled or len(held) > _MAX_HELD or size > _MAX_HELD_BYTES):
-                first = heappop(held)
+            while waiting and (waiting[0].time <= settled or len(waiting) > _MAX_SORTING or size > _MAX_SORTING_BYTES):
+                first = heappop(waiting)
                 size -= first.size
                 yield first
-        while held:
-            yield heappop(held)
+        while waiting:
+            yield heappop(waiting)

@@ -1,7 +1,7 @@
-"""Parses a line of a log into a recorded request. docs/replay.md has the format, which `recording` writes.
+"""Parses a log line into a recorded request. docs/replay.md has the format, which `recording` writes.
 
-A line of an access log has the record in the field `loop_record`. A value missing there was not recorded, but the request may
-have had it. Any other line is a record itself, and complete.
+A line of an access log has a partial record in the field `loop_record`: the request may have had values that are missing there.
+Any other line is itself a record, and complete.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from extproc.request.http import MAX_DESCRIPTOR, HttpRequest, StatedFacts, write
 from extproc.request.secrets import list_places
 
 FIELD = "loop_record"
-"""Field of the access log, as in generated configuration."""
+"""Field of the access log, as `envoy-config` writes it."""
 
 _IN_FIELD = f'"{FIELD}"'.encode()
 _LAST = 253_402_300_800
-"""The year 10,000, in seconds since 1970: later times are not in seconds."""
+"""The year 10,000: later times are not in seconds."""
 
 _MAX_BYTES = 2**53
 _REASON = re.compile(r"[a-z][a-z_]{0,39}\Z")
@@ -45,7 +45,7 @@ class UnusableError(Exception):
 
 
 class Record(msgspec.Struct, gc=False):
-    """What is known of a request; see docs/replay.md. Numbers may have a fraction, because protobuf's Structs write one."""
+    """A record; see docs/replay.md. Numbers are floats, because protobuf's Structs write a fraction."""
 
     record: float
     time: float | str
@@ -85,12 +85,12 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 class Recorded(msgspec.Struct, gc=False):
-    """A request as it was recorded.
+    """A recorded request.
 
     Attributes:
-        time: when it was counted, in milliseconds since 1970.
+        time: in milliseconds since 1970.
         record: everything except the body.
-        partial: values that are missing were not recorded.
+        partial: whether missing values are unknown.
         content: the body; None if it was not recorded.
         sums: length and checksums of the body; None if they were not recorded.
     """
@@ -107,12 +107,12 @@ class Recorded(msgspec.Struct, gc=False):
         return self.record.unknown or "no_body"
 
     def make_request(self) -> HttpRequest:
-        """Make a request for the engine; values that were not recorded raise NotCounted when a policy reads them."""
+        """Make a request for the engine; reading a value that was not recorded raises NotCounted."""
         record = self.record
         headers = {name.lower(): self._read(value) for name, value in record.headers.items()}
         if self.content is not None:
             headers.setdefault("content-encoding", None)  # the body is empty or not encoded
-        _complete_credentials(record, headers)
+        _mark_absent_credentials(record, headers)
         claims = {name: self._read(value) for name, value in record.claims.items()}
         encoded = {name: value.encode("utf-8", "surrogateescape") for name, value in headers.items() if value is not None}
         known = {name: value for name, value in claims.items() if value is not None}
@@ -131,14 +131,14 @@ class Recorded(msgspec.Struct, gc=False):
         )
 
     def _read(self, value: object) -> str | None:
-        """A header, a claim or an address; None if the request did not have it."""
+        """A header, claim or address; None if the request did not have it."""
         if self.partial and value is TOO_LONG:
             return _LONG_VALUE
         return None if value is None else write_claim(value)
 
 
-def _complete_credentials(record: Record, headers: dict[str, str | None]) -> None:
-    """Add the places of credentials that are not recorded because the request has none there; see `recording`."""
+def _mark_absent_credentials(record: Record, headers: dict[str, str | None]) -> None:
+    """Mark credential headers as absent that are known to be; see `recording`."""
     found = False
     for place in list_places(record.path):
         source, _, name = place.partition(":")
@@ -151,7 +151,7 @@ def _complete_credentials(record: Record, headers: dict[str, str | None]) -> Non
 
 
 class _RecordedValues(Mapping[str, Value]):
-    """Values of a partial record: reading one that was not recorded raises NotCounted."""
+    """Values of a partial record; reading one that was not recorded raises NotCounted."""
 
     __slots__ = ("_recorded", "_values")
 
@@ -177,7 +177,7 @@ class _RecordedValues(Mapping[str, Value]):
 
 
 def parse_line(line: bytes) -> Recorded:
-    """The request that a line records; raises UnusableError if there is none."""
+    """Parse a line; raises UnusableError if it records no request."""
     in_field = _IN_FIELD in line
     try:
         record = _ENTRY.decode(line).loop_record if in_field else _RECORD.decode(line)

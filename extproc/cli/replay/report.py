@@ -1,4 +1,4 @@
-"""Counts what policies would have done to recorded traffic, in bounded memory, and reports it as one document."""
+"""Counts the decisions of a replay, in bounded memory, and makes the report."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from extproc.request.http import HttpRequest
 
 VERSION = 1
 WORDS = dict(reversed(DONE.items()))
-"""The word for each action, the strictest first."""
+"""The word for each action, strictest first."""
 
 _MAX_OFFENDERS = 10_000
 _MAX_REASONS = 64
 _OTHER = "other"
 _SHOWN = 200
 _EXACT = 4_096
-"""Fewer callers than this are counted exactly."""
+"""Number of callers up to which counts are exact."""
 _MAX_EXAMPLES = 5
 
 
@@ -50,7 +50,7 @@ class _Policy:
 
 
 class _Offender:
-    """One fingerprint of one tenant for which a policy saw a loop."""
+    """A looping fingerprint of one tenant."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -71,7 +71,7 @@ class _Offender:
 
 
 class Ranked(Protocol):
-    """An item that is kept while its `count` is among the highest."""
+    """An item of `Top`."""
 
     count: int
 
@@ -81,10 +81,10 @@ Item = TypeVar("Item", bound=Ranked)
 
 
 class Top(Generic[Key, Item]):
-    """The items with the highest counts. At the limit, the lower half is dropped; a dropped item that returns starts at 0.
+    """The items with the highest counts. At the limit the lower half is dropped, and starts at 0 if it returns.
 
     Attributes:
-        dropped: the highest count of a dropped item, which is the most by which a count may be too low.
+        dropped: the highest dropped count, by which any count may be too low.
     """
 
     def __init__(self, limit: int, make: Callable[[], Item]) -> None:
@@ -154,7 +154,7 @@ class ReplayReport:
         self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
 
     def make_document(self, logs: Logs, judge: Judge, top: int) -> dict[str, Any]:
-        """The report as JSON; of offenders, only the `top` worst."""
+        """The report as JSON, with the `top` worst offenders."""
         return {
             "replay": VERSION,
             "log": {

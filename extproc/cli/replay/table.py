@@ -1,4 +1,4 @@
-"""A report as tables for people."""
+"""Tables for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from extproc.logs import escape_controls
 from extproc.operator.after_notes import write_after
 
 _WIDE = 200
-"""Columns if the output is not a terminal; tables take what they need."""
+"""Maximum width if the output is not a terminal."""
 
 _COUNTS = ("requests", "loops", "refused", "landed", "throttled", "steered", "warned")
 
@@ -55,7 +55,7 @@ def print_report(document: dict[str, Any]) -> None:
 
 
 def print_rows(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table below its title; nothing without rows."""
+    """Print a table with a title, unless it is empty."""
     table = make_table(*columns)
     for row in rows:
         add_row(table, *row)
@@ -64,20 +64,19 @@ def print_rows(console: Console, title: str, columns: Sequence[str], rows: Itera
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """The console for tables and bars; a pipe gets tables in full."""
+    """The console for tables and bars; a pipe gets wide tables."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
 
 
 def print_table(console: Console, title: str, table: Table) -> None:
-    """Print a table below its title."""
     console.print()
     console.print(Text(title, style="bold"))
     console.print(table)
 
 
 def make_table(*columns: str) -> Table:
-    """An empty table; columns whose names begin with `#` contain numbers."""
+    """An empty table; columns with `#` before their names contain numbers."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
@@ -85,7 +84,7 @@ def make_table(*columns: str) -> Table:
 
 
 def add_row(table: Table, *cells: object) -> None:
-    """Add a row; cells may contain anything from a log."""
+    """Add a row; cells may contain any text."""
     table.add_row(*[_write(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in cells])
 
 

@@ -1,7 +1,7 @@
-"""`loopguard scan`: which agents looped, in transcripts and logs that are on the disk already.
+"""`loopguard scan`: finds loops in agents' transcripts and logs on disk.
 
-`files` finds them, `lines` reads them in bounded memory, and a reader for each format turns lines into model calls. The
-detector of the preset judges these exactly as it judges requests; see `watch`. `work` shares the files between processes,
-`report` adds up what they found, and `show` and `page` write it.
+`files` finds the files, `lines` reads them in bounded memory, and a reader for each format converts lines to model calls. The
+preset's detector judges these exactly as it judges requests; see `watch`. `work` shares files between processes, `report` adds
+up the results, and `show` and `page` print them.
 """
-# interpreted, with all below: works on files
+# interpreted, as all of this package: it reads files

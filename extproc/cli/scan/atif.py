@@ -1,4 +1,4 @@
-"""Trajectories in ATIF (Agent Trajectory Interchange Format, v1.0 to v1.7), as Harbor writes them: one JSON document each."""
+"""Reads ATIF (Agent Trajectory Interchange Format, v1.0 to v1.7): one JSON document per trajectory, as Harbor writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from extproc.cli.scan.transcripts import (
 _NAME: Final = "ATIF"
 _AGENT: Final = "agent"
 _MOST_NESTED = 8
-_MOST_DOLLARS = 1_000_000  # of one call; more is no price
+_MOST_DOLLARS = 1_000_000  # larger values are not the price of a call
 
 
 SOURCES: Final = {"user": "user", "system": "system", "agent": "assistant"}
@@ -46,8 +46,6 @@ class _Observation(msgspec.Struct):
 
 
 class TrajectoryStep(msgspec.Struct):
-    """A step of a trajectory."""
-
     source: str
     message: Any = ""
     tool_calls: list[_ToolCall] | None = None
@@ -59,7 +57,7 @@ class TrajectoryStep(msgspec.Struct):
 
 
 def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
-    """A step as messages: its own, and its results; a result without a call becomes a user's message.
+    """A step as messages: its own, then its results; a result without a call becomes a user's message.
 
     Raises:
         ValueError: its source is unknown.
@@ -86,7 +84,7 @@ def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
 
 
 def read_text(content: Any) -> str:  # noqa: ANN401  # JSON
-    """The text of a message: the texts of its parts, and anything else as JSON."""
+    """The text of a message: its parts' texts, or anything else as JSON."""
     if isinstance(content, list):
         return "\n".join([read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
     if content is None or isinstance(content, str):
@@ -124,8 +122,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Atif(TranscriptReader):
-    """Reads trajectories."""
-
     kind = _NAME
 
     def read(self, data: bytes, place: FilePlace) -> bool:

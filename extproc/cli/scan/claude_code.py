@@ -1,9 +1,8 @@
-"""Transcripts of Claude Code: `~/.claude/projects/<project>/<session>.jsonl`, and `<session>/subagents/agent-<id>.jsonl`.
+"""Reads Claude Code: `~/.claude/projects/<project>/<session>.jsonl`, and `<session>/subagents/agent-<id>.jsonl`.
 
-A line is a message, or about the session. An answer of the model is written as a line for each of its blocks, all with the
-same message id, and results of its first calls may stand between them. Older versions write sub-agents into the session's file
-(`isSidechain`), interleaved; they are told apart by the message that they answer. Output of `claude -p --output-format
-stream-json` is read as well.
+A line is a message, or metadata of the session. An answer has a line for each of its blocks, with one message id; results of
+its first calls may be in between. Older versions interleave sub-agents with the session (`isSidechain`); the message that each
+answers tells them apart. Output of `claude -p --output-format stream-json` is read as well.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ _decode_message = msgspec.json.Decoder(_ClaudeMessage).decode
 
 @dataclass
 class _Answer:
-    """The newest answer of a conversation, as far as it was read."""
+    """The newest answer of a conversation, which may be incomplete."""
 
     identity: str
     call: ModelCall
@@ -96,14 +95,12 @@ class _Conversation:
 
 
 class ClaudeCode(TranscriptReader):
-    """Reads the lines of a file."""
-
     kind = "Claude Code"
 
     def __init__(self, runs: Runs) -> None:
         super().__init__(runs)
         self._open: dict[tuple[str, str], _Conversation] = {}
-        self._sides: dict[str, str] = {}  # of messages in side chains without an agent's id, the first of their chain
+        self._sides: dict[str, str] = {}  # the first message of each message's side chain, if it has no agent id
 
     def read(self, data: bytes, place: FilePlace) -> bool:
         try:
@@ -112,7 +109,7 @@ class ClaudeCode(TranscriptReader):
             return False
         session = line.session or line.session_id or ""
         if line.type is None and line.about_agent:
-            return True  # a file beside that of a sub-agent
+            return True  # metadata of a sub-agent
         if line.type is None or not (session or line.type in _OF_NO_SESSION):
             return False
         if line.type not in {"user", "assistant"}:
@@ -155,7 +152,7 @@ class ClaudeCode(TranscriptReader):
         return found
 
     def _find_side(self, line: _ClaudeLine) -> str:
-        """The name of a side chain: the first message of it."""
+        """The name of a side chain: its first message."""
         uuid = line.uuid or ""
         first = self._sides.get(line.parent or "", uuid)
         if len(self._sides) < _MOST_KNOWN:
@@ -171,8 +168,8 @@ def _take_answer(found: _Conversation, line: _ClaudeLine, message: _ClaudeMessag
         _flush(found)
         if line.agent_kind:
             found.run.about = found.run.about._replace(agent=cut_name(f"claude-code {line.agent_kind}"))
-        # A session that goes on from another has copies of its lines, with another session id. The ids of a message and of
-        # its request are the same there, and so is its time.
+        # A session that continues another has copies of its lines with a new session id, but the same ids of messages and
+        # requests, and the same times.
         unique = identify(message.id or "", line.agent or "", line.request or line.timestamp or line.uuid or "")
         call = ModelCall(place, read_time(line.timestamp), cut_name(message.model), identity=unique)
         answer = found.answer = _Answer(message.id or "", call)
@@ -189,7 +186,7 @@ def _take_answer(found: _Conversation, line: _ClaudeLine, message: _ClaudeMessag
 
 
 def _flush(found: _Conversation) -> None:
-    """The newest answer is complete, and so is what came after it."""
+    """Record the newest answer and the messages after it, which are complete."""
     answer, found.answer = found.answer, None
     if answer is not None:
         found.run.ask(answer.call)

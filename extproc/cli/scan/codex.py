@@ -1,10 +1,10 @@
-"""Rollouts of Codex: `~/.codex/sessions/<year>/<month>/<day>/rollout-<time>-<thread>.jsonl`.
+"""Reads Codex rollouts: `~/.codex/sessions/<year>/<month>/<day>/rollout-<time>-<thread>.jsonl`.
 
-A line has a payload: an item of the Responses API, or something about the session. All items that the model makes before
-the first result, or message of another party, are one answer. Rollouts of 2025 have items without anything around them.
+A line has a payload: an item of the Responses API, or metadata of the session. An answer is all items of the model up to the
+first result or another party's message. Rollouts of 2025 have bare items.
 
-The rollout of a fork begins with its own head, the heads of the threads that it goes on from, and copies of their items, with
-new times. So a call is identified by the oldest of these threads, and all answers up to it.
+The rollout of a fork begins with its own head, the heads of the threads that it continues, and copies of their items with new
+times. So a call is identified by the oldest of these threads and all answers so far.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ _decode_payload = msgspec.json.Decoder(_Payload).decode
 
 
 class Codex(TranscriptReader):
-    """Reads the lines of a file."""
-
     kind = "Codex"
 
     def __init__(self, runs: Runs) -> None:
@@ -82,7 +80,7 @@ class Codex(TranscriptReader):
         self._run: Watch | None = None
         self._about = About(self.kind, "", "", "codex")
         self._model = ""
-        self._answers = 0  # identifies the answers up to now
+        self._answers = 0  # identifies all answers so far
         self._begin()
 
     def _begin(self) -> None:
@@ -114,7 +112,7 @@ class Codex(TranscriptReader):
         return True
 
     def _take_bare(self, data: bytes, line: _RolloutLine, place: FilePlace) -> bool:
-        """A line of 2025, without a payload."""
+        """Take a line of 2025, which has no payload."""
         known = self._about.session != ""
         if line.record_type is not None:
             return known
@@ -136,7 +134,7 @@ class Codex(TranscriptReader):
             self._run.close()
 
     def _take_fact(self, kind: str, payload: _Payload, place: FilePlace) -> None:
-        if kind == "session_meta" and not self._about.session:  # a fork has its parent's behind its own
+        if kind == "session_meta" and not self._about.session:  # in a fork, its parent's follows
             name = cut_name(payload.id) or "?"
             project = cut_name(payload.cwd) or name_folder(place.file)
             agent = "codex sub-agent" if payload.parent_thread_id else "codex"
@@ -150,15 +148,13 @@ class Codex(TranscriptReader):
             self._flush()
             if self._run is not None:
                 self._run.restart()
-        # Both kinds of lines have the counts of the newest answer, and they are told again after each limit of rates.
+        # Both kinds of lines have the newest answer's counts, and repeat them after a rate limit.
         elif kind == "token_usage_record" and payload.usage is not None:
             self._usage = _read_counts(payload.usage)
         elif payload.type == "token_count" and payload.info is not None and payload.info.last_token_usage is not None:
             self._usage = _read_counts(payload.info.last_token_usage)
 
-    def _take_item(  # all that is known of an item
-        self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: FilePlace
-    ) -> None:
+    def _take_item(self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: FilePlace) -> None:
         ours = role == "assistant" if kind == "message" else kind == _REASONING or kind.endswith("_call")
         if not ours:
             if self._said:

@@ -1,7 +1,7 @@
 """Finds the files to scan: all regular files below the given paths, each once.
 
-Links are followed within a folder, and from a path that is given. One that leads out of its folder is not: what an agent or an
-archive puts there must not decide which files are read.
+Links are followed if they are given as a path, or stay within their folder. A link out of the folder is not, so that an agent
+or an archive cannot choose which files are read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _HOMES: Final = (
     ("CODEX_HOME", "~/.codex", ("sessions", "archived_sessions")),
     ("GEMINI_CLI_HOME", "~", (".gemini/tmp",)),
 )
-"""Where agents leave transcripts: the variable that names their folder, the folder without it, and what to read in it."""
+"""Where agents write transcripts: the variable with their folder, its default, and the parts to read."""
 
 EXAMPLE: Final = "; name files or folders, or try `loopguard scan examples/transcripts` in a checkout"
-"""What to do if the usual folders hold nothing."""
+"""A hint for empty default folders."""
 
 
 class FoundFile(NamedTuple):
@@ -32,16 +32,16 @@ class FoundFile(NamedTuple):
 
 
 def list_usual(environ: Mapping[str, str]) -> list[str]:
-    """The folders in which agents leave transcripts."""
+    """The folders in which agents write transcripts by default."""
     homes = [((environ.get(name) or usual).rstrip("/"), parts) for name, usual, parts in _HOMES]
     return [f"{home}/{part}" for home, parts in homes for part in parts]
 
 
 def choose_paths(given: Sequence[str]) -> list[str]:
-    """The given paths, or else the usual ones that exist.
+    """The given paths, else the default ones that exist.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there are none, or one does not exist.
     """
     usual = list_usual(os.environ)
     paths = list(given) or [path for path in map(os.path.expanduser, usual) if Path(path).is_dir()]
@@ -54,7 +54,7 @@ def choose_paths(given: Sequence[str]) -> list[str]:
 
 
 def find_files(paths: Sequence[str], problems: Problems, since: float = 0) -> list[FoundFile]:
-    """The files below these paths that were changed since a time, in seconds since 1970."""
+    """The files below these paths that changed after `since`, in seconds since 1970."""
     seen: set[tuple[int, int]] = set()
     return [file for path in paths for file in _walk(path, seen, problems, since)]
 

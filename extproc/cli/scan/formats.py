@@ -1,4 +1,4 @@
-"""Gives each JSON value of a file to the reader that knows its format, which is usually that of the value before it."""
+"""Passes each JSON value of a file to the reader of its format, trying the reader of the previous value first."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ _READERS: Final = (ClaudeCode, Codex, GeminiCli, Atif, Otlp, Requests)
 
 
 class ScannedFile:
-    """The conversations of one file."""
-
     def __init__(self, judging: Judging, problems: Problems, done: Callable[[RunReport], None]) -> None:
         self._problems = problems
         self._runs = Runs(judging, problems, done)
         self._readers: list[TranscriptReader] = [reader(self._runs) for reader in _READERS]
 
     def scan(self, file: str, advance: Callable[[int], object], longest: int = LONGEST) -> None:
-        """Read a file. Problems are counted; nothing is raised."""
+        """Read a file; counts problems instead of raising."""
         for place, value in read_values(file, self._problems, advance, longest):
             self._read(value, place)
         for reader in self._readers:
@@ -49,7 +47,7 @@ class ScannedFile:
                 self._runs.pass_over(reader.kind, unknown, place)
                 return
             if taken:
-                if number:  # the next value is of this format, too
+                if number:  # the next value probably has this format, too
                     self._readers.insert(0, self._readers.pop(number))
                 return
         if not value.lstrip().startswith(b"{") or not is_json(value):

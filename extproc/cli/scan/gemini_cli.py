@@ -1,8 +1,8 @@
-"""Sessions of Gemini CLI: `~/.gemini/tmp/<project>/chats/session-<time>-<id>.json`, or `.jsonl` in newer versions.
+"""Reads Gemini CLI: `~/.gemini/tmp/<project>/chats/session-<time>-<id>.json`, or `.jsonl` in newer versions.
 
-The first line is about the session, and every other one is a message. An answer of the model has its calls with their results.
-A message is written again, whole, when results arrive, so the newest one is complete only when another begins. Sub-agents have
-files of their own below `chats/<session>/`. A session that is resumed from a document is copied into lines with equal ids.
+The first line is about the session, each other one is a message. An answer contains its calls and their results. It is written
+again when results arrive, so the newest one is complete when the next begins. Sub-agents have files below `chats/<session>/`.
+Resuming a session from a document copies it into lines with the same ids.
 """
 
 from __future__ import annotations
@@ -79,15 +79,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class GeminiCli(TranscriptReader):
-    """Reads the lines of a file."""
-
     kind = "Gemini CLI"
 
     def __init__(self, runs: Runs) -> None:
         super().__init__(runs)
         self._session = ""
         self._run: Watch | None = None
-        self._newest: _CliMessage | None = None  # an answer that may still be written again
+        self._newest: _CliMessage | None = None  # an answer that may be written again
         self._place: FilePlace | None = None
         self._known: set[str] = set()
 
@@ -97,7 +95,7 @@ class GeminiCli(TranscriptReader):
         except BAD_JSON:
             return False
         if line.session and line.project:
-            if line.session != self._session:  # else it is told again about the same one
+            if line.session != self._session:  # the head may be repeated
                 self.close()
                 self._session, self._known = cut_name(line.session), set()
                 self._run = self._runs.open(self._describe(place, is_agent=line.kind == "subagent"), "contents")
@@ -110,7 +108,7 @@ class GeminiCli(TranscriptReader):
         changed, rewound = bytes(line.changed), bytes(line.rewound)
         if self._run is None or not (changed or rewound or (line.id and line.type)):
             return False
-        if rewound or b'"messages"' in changed:  # another history
+        if rewound or b'"messages"' in changed:  # the history is replaced
             self._flush()
             self._run.restart()
         elif not changed:
@@ -134,7 +132,7 @@ class GeminiCli(TranscriptReader):
         if self._newest is not None and message.id == self._newest.id:
             self._newest = message
             return
-        if message.id in self._known:  # an older one, which the session goes on from as it was
+        if message.id in self._known:  # a copy of an older message
             return
         if len(self._known) < _MOST_KNOWN:
             self._known.add(message.id)
@@ -163,7 +161,7 @@ class GeminiCli(TranscriptReader):
         self._run.add([_encode(message) for message in messages])
 
     def _describe(self, place: FilePlace, *, is_agent: bool) -> About:
-        """Whose session it is, by its folders: the project's, `chats`, and for a sub-agent the session that started it."""
+        """Describe the session by its folders: the project, `chats`, and for a sub-agent the parent session."""
         folder = Path(place.file).parent
         root = folder.name if is_agent and folder.parent.name == _CHATS else self._session
         while _CHATS in {folder.name, folder.parent.name}:
@@ -177,7 +175,7 @@ def _name(call: _CliCall, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # JSO
 
 
 def _list_parts(content: Any) -> list[Any]:  # noqa: ANN401  # JSON
-    """The parts of a message, which may be written as a text, a part or a list of both."""
+    """The parts of a message, which may be a text, a part or a list of both."""
     listed = content if isinstance(content, list) else [content]
     return [{"text": part} if isinstance(part, str) else part for part in listed if part is not None and part != ""]
 

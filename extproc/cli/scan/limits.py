@@ -1,4 +1,4 @@
-"""What sessions used, and the `session_limits` that nearly all of them would have met."""
+"""Usage of sessions, and `session_limits` that nearly all of them would stay below."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LONGEST_TOOL = 256
 
 
 class Total(msgspec.Struct):
-    """What one session used, including its sub-agents.
+    """The usage of a session and its sub-agents.
 
     Attributes:
-        looped: it had a loop.
-        nanos: price in nano-dollars; None if the price of some tokens is unknown.
-        agents: sub-agents that it started; None if its format does not tell.
+        looped: whether it had a loop.
+        nanos: cost in nano-dollars; None if some tokens have no known price.
+        agents: number of sub-agents; None if the format does not show them.
         tools: number of calls by tool.
     """
 
@@ -36,14 +36,14 @@ class Total(msgspec.Struct):
 
 
 def find_percentile(values: Sequence[int], percent: int) -> int:
-    """The smallest value that is enough for this percentage of the values (nearest rank)."""
+    """A percentile by nearest rank: the smallest value that covers this percentage of the values."""
     return sorted(values)[max(1, ceil(len(values) * percent / 100)) - 1]
 
 
 def recommend_limits(totals: Sequence[Total]) -> dict[str, Any]:
-    """Percentiles of what sessions used, and limits each of which would have stopped at most 1 % of those without a loop.
+    """Percentiles of the usage, and limits. Each limit would have stopped at most 1 % of the sessions without a loop.
 
-    A tool's percentiles are those of the sessions that called it, and those of agents of the sessions that started any.
+    Percentiles of a tool count the sessions that called it; those of agents, the sessions that started any.
     """
     going = [total for total in totals if not total.looped]
     limits: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Reads files of JSON lines, or of one JSON document, in bounded memory, and counts what cannot be read.
+"""Reads JSON lines, or a JSON document, in bounded memory, and counts problems.
 
-A file is a document if its first line is no JSON value by itself. Nothing in a file is ever run or followed.
+A file is a document if its first line is not a complete JSON value. Nothing in a file is executed or followed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ PROBLEMS: Final = {
     "failed": "cannot be read because of a mistake in Loopguard: please report it",
     "unread": "requests or calls that cannot be judged",
 }
-"""What may be wrong with a line or a file, after `N lines: `."""
+"""Problems with lines and files, as text after `N lines: `."""
 
 HARMLESS: Final = frozenset({"foreign", "unknown_kind", "no_conversation", "unknown", "form", "link"})
-"""Problems that are normal in folders that hold other files as well."""
+"""Problems that are normal in folders with other files."""
 
 
 def read_values(
     file: str, problems: Problems, advance: Callable[[int], object], longest: int = LONGEST
 ) -> Iterator[tuple[FilePlace, bytes]]:
-    """The JSON values of a file, each with its place: its lines, or one document, or the values of a list.
+    """The JSON values of a file, with their places: its lines, its document, or the items of its list.
 
     Args:
-        file: its path.
-        problems: where to count what cannot be read.
-        advance: is told how many bytes were read since the last time.
-        longest: maximum length of a line or document, in bytes.
+        file: the path.
+        problems: counts problems.
+        advance: called with the number of bytes read since the last call.
+        longest: maximum bytes of a line or document.
     """
     try:
         with Path(file).open("rb") as raw:
@@ -88,9 +88,9 @@ def _read(lines: PackedLines, problems: Problems, longest: int) -> Iterator[tupl
 
 
 def _read_document(lines: PackedLines, first: bytes, problems: Problems, longest: int) -> bytes | None:
-    """The whole file, if it is one JSON document; empty for one that is too long.
+    """The whole file if it is a JSON document, or empty if that is too long.
 
-    None if it has lines; the source is then behind the first one.
+    None for a file of lines; the source is then after the first line.
     """
     behind = lines.source.tell()
     pieces, size = [first], len(first)

@@ -1,9 +1,9 @@
-"""Exports of OpenTelemetry in OTLP's JSON: spans of model calls, by the GenAI semantic conventions.
+"""Reads OpenTelemetry exports (OTLP JSON): spans of model calls, by the GenAI semantic conventions.
 
-A span has the request's messages and tokens. Messages stand in `gen_ai.input.messages`, as attributes or in an event
-(`gen_ai.client.inference.operation.details`), in one event for each message (`gen_ai.user.message`), or in numbered attributes
-(`gen_ai.prompt.0.role`, OpenLLMetry; `llm.input_messages.0.message.role`, OpenInference). They become a body of chat
-completions, which is read as a logged request.
+A span has the request's messages and tokens. Messages are in `gen_ai.input.messages`, as attributes or in an event
+(`gen_ai.client.inference.operation.details`), in an event for each message (`gen_ai.user.message`), or in numbered attributes
+(`gen_ai.prompt.0.role`, OpenLLMetry; `llm.input_messages.0.message.role`, OpenInference). They are converted to a chat
+completions body, which is read like a logged request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OTHER_SPANS: Final = ("execute_tool", "invoke_agent", "create_agent", "embeddin
 _SPEAKING: Final = re.compile(
     r"(?:^|[._])(?:(?:all_)?messages(?:_events)?|events|prompt|llm_request|chat_history|chat_ctx|inputs?[._]value)$"
 )
-"""Attributes in which programs write conversations in forms of their own."""
+"""Attributes in which programs write conversations in their own formats."""
 
 _CALLING: Final = re.compile("tool|call|func", re.IGNORECASE)
 _SERVER_CALLS: Final = frozenset({"server_tool_call", "server_tool_call_response"})
@@ -115,8 +115,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Otlp(TranscriptReader):
-    """Reads exports."""
-
     kind = "OTLP"
 
     def __init__(self, runs: Runs) -> None:
@@ -157,7 +155,7 @@ class Otlp(TranscriptReader):
         return True
 
     def close(self) -> None:
-        if not self._read_any:  # where calls are read, other spans tell the same once more
+        if not self._read_any:  # otherwise the other spans repeat the calls
             for key, place in self._foreign.items():
                 self._runs.pass_over(self.kind, UnknownLineError(f"spans with messages in {key} alone", "unread"), place)
         self._followed.close()
@@ -167,13 +165,13 @@ class Otlp(TranscriptReader):
         messages = _list_messages(attributes, span.events)
         if not messages:
             if _find(attributes, _CALLED) is not None and attributes.get("gen_ai.operation.name") not in _OTHER_SPANS:
-                self._read_any = True  # as far as it can be
+                self._read_any = True
                 where = ", ".join(_list_speaking(attributes))
                 form = f"messages in {where}" if where else "no messages, or messages in another form"
                 raise UnknownLineError(f"a call of a model with {form}", "unread")
             for key in _list_speaking(attributes)[: _MOST_FOREIGN - len(self._foreign)]:
                 self._foreign.setdefault(key, place)
-            return  # another span
+            return  # not a model call
         self._read_any = True
         calling = "gen_ai.tool.definitions" in attributes or any("tool_calls" in message for message in messages)
         body = _encode({"messages": messages, **({"tools": [{"name": "any"}]} if calling else {})})
@@ -190,7 +188,7 @@ class Otlp(TranscriptReader):
 
 
 def _list_speaking(attributes: Mapping[str, Any]) -> list[str]:
-    """The attributes that seem to contain a conversation."""
+    """Attributes that seem to contain a conversation."""
     return [key for key, value in attributes.items() if _SPEAKING.search(key) and isinstance(_parse(value), list | dict)]
 
 
@@ -199,7 +197,7 @@ def _find(attributes: Mapping[str, Any], names: Iterable[str]) -> Any:  # noqa: 
 
 
 def _number(value: Any) -> Any:  # noqa: ANN401  # JSON
-    """OTLP writes integers as text."""
+    """A number that may be a string, as OTLP writes integers."""
     return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value  # noqa: PLR2004  # digits of 64 bits
 
 
@@ -208,7 +206,7 @@ def _open_all(attributes: Iterable[_Attributed] | None) -> dict[str, Any]:
 
 
 def _open_value(value: Any, deeper: int) -> Any:  # noqa: ANN401  # JSON
-    """A value of OTLP (AnyValue) as plain JSON."""
+    """An AnyValue as plain JSON."""
     if not isinstance(value, dict) or not deeper:
         return value
     for kind, inner in value.items():
@@ -225,7 +223,7 @@ def _open_value(value: Any, deeper: int) -> Any:  # noqa: ANN401  # JSON
 
 
 def _parse(value: Any) -> Any:  # noqa: ANN401  # JSON
-    """A value that may be JSON in a text."""
+    """A value that may be JSON in a string, decoded."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             return _any.decode(mend_value(value.encode("utf-8", "surrogatepass")))
@@ -235,7 +233,7 @@ def _parse(value: Any) -> Any:  # noqa: ANN401  # JSON
 
 
 def _list_messages(attributes: Mapping[str, Any], events: Iterable[_Event]) -> list[dict[str, Any]]:
-    """The messages of a request, in the form of chat completions."""
+    """The messages of a request as chat completions."""
     given = _parse(attributes.get(_INPUT))
     if isinstance(given, list):
         return [message for each in given if isinstance(each, dict) for message in _write_message(each)]
@@ -258,7 +256,7 @@ def _list_messages(attributes: Mapping[str, Any], events: Iterable[_Event]) -> l
 
 
 def _join_numbered(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose calls are numbered attributes."""
+    """A message without numbers in the names of its calls' attributes."""
     calls: dict[int, dict[str, Any]] = {}
     for key, value in fields.items():
         match = _NUMBERED_CALL.fullmatch(key)
@@ -271,7 +269,7 @@ def _join_numbered(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_message(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A message of a span; one with several results becomes several."""
+    """A span's message as chat completions; several results become several messages."""
     role = message.get("role")
     role = role if isinstance(role, str) else "user"
     parts = _parse(message.get("parts"))
@@ -300,7 +298,7 @@ def _write_message(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _write_plain(message: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """A message with `content` and `tool_calls`, as in chat completions."""
+    """A message that has `content` and `tool_calls` already."""
     written: dict[str, Any] = {"role": role, "content": read_text(message.get("content"))}
     calls = _parse(message.get("tool_calls"))
     for call in calls if isinstance(calls, list) else ():

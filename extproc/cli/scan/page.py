@@ -1,4 +1,4 @@
-"""A report as one HTML page: no scripts, no external resources. Everything in transcripts is text on it."""
+"""The report as an HTML page without scripts or external resources; contents of transcripts are escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds up what was found in all files, in bounded memory, and reports it as one document."""
+"""Adds up the results of all files, in bounded memory, and makes the report."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ WORDS: Final = {
     "nested_prompt": "a prompt that contains itself",
     "repeated_ending": "a prompt that ends with the same lines again and again",
 }
-"""What a loop is, by the detector's rule."""
+"""Descriptions of loops by the detector's rule."""
 
 
 class _Sum:
-    """Conversations and loops of one group."""
+    """Totals of a group."""
 
     def __init__(self) -> None:
         self.runs = self.looped = self.weak = self.loops = 0
@@ -70,7 +70,7 @@ class _Sum:
 
 
 def is_loop(loop: FoundLoop) -> bool:
-    """Whether a loop is strong, or went on so long that it would have been stopped; others only get a note."""
+    """Whether a loop is strong or long enough to be stopped; others only get a note."""
     return loop.strong or loop.stopped > 0
 
 
@@ -78,7 +78,7 @@ class ScanReport:
     """Counts conversations and loops.
 
     Attributes:
-        problems: with lines and files.
+        problems: problems with lines and files.
         bytes: number of bytes in all files.
         files: number of files.
     """
@@ -130,7 +130,7 @@ class ScanReport:
         self._estimated = self._estimated or run.estimated
 
     def _add_total(self, run: RunReport) -> None:
-        """Add a conversation to what its session took, with what it has of others: their history is shown to its limits."""
+        """Add a conversation to its session's total, with copied calls: limits see these in its history, too."""
         about, root = run.about, run.about.root
         key = (about.kind, root, 0) if root else (about.kind, about.session, len(self._totals) + 1)
         if key not in self._totals and len(self._totals) >= _MOST_SESSIONS:
@@ -145,9 +145,9 @@ class ScanReport:
             total.agents += 1
 
     def _find_copies(self, run: RunReport) -> dict[int, Spent]:
-        """The calls of a conversation that were in another one, by number: clients copy a history into what continues it.
+        """The calls, by number, that an earlier conversation has too, because clients copy its history to continue it.
 
-        A call without an identity is a copy if a later one is, because a history is copied from its beginning.
+        A call without an identity is a copy if a later one is, because copies begin at the start.
         """
         identities = run.calls[::IDENTIFIED]
         last = max((at for at, identity in enumerate(identities) if identity in self._known), default=-1)
@@ -211,7 +211,7 @@ class ScanReport:
 
 
 def _leave_out(run: RunReport, copied: Mapping[int, Spent]) -> RunReport:
-    """A conversation without the calls that were counted already, and the loops that went on behind these."""
+    """A conversation without copied calls; keeps the loops that continued after these."""
     left = msgspec.structs.replace(run, spent=run.spent.minus(*copied.values()), loops=[])
     for loop in run.loops:
         if loop.ends in copied:

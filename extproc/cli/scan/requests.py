@@ -1,7 +1,7 @@
-"""Logs of requests to models, one JSON value each, in the form of any API that Loopguard reads.
+"""Reads logs of requests to models, one JSON value each, for any API that Loopguard knows.
 
-The body is the value itself, or in it: under `request`, `body` and the like, as an object or as text. A response beside it
-tells the tokens. Each request shows its history; those that continue one conversation are found by the chain, as live.
+The body is the value itself, or a member such as `request` or `body`, as an object or a string. A response next to it has the
+tokens. Each request contains its history; the chain links requests of a conversation, as it does live.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from extproc.sessions.rates import Usage, estimate_tokens
 
 _MOST_OPEN = 2_000
 _OPENING = 512
-"""Texts that begin with the same bytes, this many, are of one conversation."""
+"""Texts with this number of equal first bytes belong to one conversation."""
 
 _BODIES: Final = ("request", "body", "request_body", "requestBody", "payload", "input", "kwargs", "loop_record")
 _RESPONSES: Final = ("response", "response_body", "responseBody", "output", "completion")
@@ -49,22 +49,22 @@ _TIMES: Final = ("time", "timestamp", "ts", "created_at", "createdAt", "startTim
 _PATHS: Final = ("path", "url", "uri", "endpoint")
 _AGENTS: Final = ("agent", "agent_name", "service", "app", "application")
 _HEADS: Final = frozenset(shape.path[0] for api in APIS for shape in api.shapes)
-"""Keys of bodies under which conversations begin."""
+"""Keys of bodies that contain conversations."""
 
 _COUNTED: Final = sorted(
     {place.split(".")[0] for places in COUNT_PLACES.values() for place in places} - {"message", "response"}
 )
-"""Keys of responses that have counts, which may also stand beside a request."""
+"""Keys of token counts in responses, which may also be next to a request."""
 
 _MOST_KEYS: Final = 6
 _LOOKED_AT: Final = 64
-"""Number of newest messages in which to look for what no API has."""
+"""Number of newest messages to search for unknown forms."""
 
 _CALLS: Final = re.compile("tool|call|func|action", re.IGNORECASE)
 _CONTENTS: Final = re.compile("(?:content|refusal|audio|(?:tool|function)_calls?)$")
 _NOTHING: Final = len("null")
 _BESIDE: Final = frozenset({"annotations", "reasoning_details", "thinking_blocks", "experimental_attachments"})
-"""Lists in answers without content that say nothing of what the model did."""
+"""Lists in answers that contain no content and no calls."""
 
 _OBJECTS: Final = re.compile(rb"\[\s*\{")
 _DEEPEST = 3
@@ -74,7 +74,7 @@ _any = msgspec.json.Decoder()
 
 Values = dict[str, msgspec.Raw]
 _Turn = list[tuple[str, bytes]]
-"""Speakers and messages, the assistant's first."""
+"""Speakers and messages of a turn, the assistant's first."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class _Followed:
     """An open conversation.
 
     Attributes:
-        node: the place of its newest request.
+        node: the newest request's node of the chain.
     """
 
     number: int
@@ -92,14 +92,14 @@ class _Followed:
 
 
 class FollowedRequests:
-    """Finds the conversation that a request continues, and gives it what is new."""
+    """Finds the conversation that a request continues and adds the new messages to it."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._open: OrderedDict[int, _Followed] = OrderedDict()
         self._number = 0
         self._nodes: dict[bytes, int] = {}
-        self._suffixes: dict[bytes, int | None] = {}  # None: several conversations end so
+        self._suffixes: dict[bytes, int | None] = {}  # None if ambiguous
         self._texts: dict[bytes, int] = {}
 
     def take(self, body: bytes, call: ModelCall, about: About) -> None:
@@ -120,7 +120,7 @@ class FollowedRequests:
         if place is None or len(messages) != len(speakers):
             raise UnknownLineError(unread or "messages that cannot be told apart", "unread")
         turns = _split(messages, speakers)
-        whole = next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT  # not a request
+        answered = next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT  # not a request
         followed = self._find(place)
         if followed is None:
             followed = self._begin(about, conversation)
@@ -129,14 +129,14 @@ class FollowedRequests:
         elif place.node != followed.node:
             for turn in _list_new(turns, read_transcript(conversation).turns, place, followed.node):
                 followed.run.add(turn)
-        if not whole:
+        if not answered:
             followed.run.ask(call, unread)
         self._keep(followed, place)
 
     def _take_text(
         self, body: bytes, messages: Sequence[bytes], conversation: Conversation, call: ModelCall, about: About
     ) -> bool:
-        """Take a request whose history is a text, such as a scratchpad; returns False if there is none in it."""
+        """Take a request whose history is a text, such as a scratchpad; returns False for others."""
         newest = next(conversation.read_backwards(), None)
         if newest is None or len(unfold(newest)) == 1:
             return False
@@ -154,7 +154,7 @@ class FollowedRequests:
             followed.run.close()
 
     def _find(self, place: ChainPlace) -> _Followed | None:
-        """The conversation that stands where a request continues it, or repeats it."""
+        """The conversation that a request continues or repeats."""
         near, far = place.parents[: place.near], place.parents[place.near :]
         found = self._find_at(*near, place.node)
         if found is not None or any(parent in self._nodes for parent in near):
@@ -164,7 +164,7 @@ class FollowedRequests:
         return linked if linked is not None and linked.own == place.before else self._find_at(*far)
 
     def _find_at(self, *nodes: bytes) -> _Followed | None:
-        """The conversation that stands at the first of these nodes that has one."""
+        """The conversation whose newest node is the first of these, or None."""
         found = (self._open.get(self._nodes.get(node, -1)) for node in nodes)
         return next((each for each, node in zip(found, nodes, strict=True) if each is not None and each.node == node), None)
 
@@ -180,7 +180,7 @@ class FollowedRequests:
         return followed
 
     def _replay(self, followed: _Followed, turns: Sequence[_Turn], call: ModelCall, *, known: bool) -> None:
-        """Take the turns that the first request of a conversation shows. Its calls count unless they are `known`."""
+        """Add the turns in the first request of a conversation; their calls count unless they are `known`."""
         size = 0
         for each in turns:
             turn = [message for _, message in each]
@@ -205,8 +205,6 @@ class FollowedRequests:
 
 
 class Requests(TranscriptReader):
-    """Reads requests."""
-
     kind = "requests"
 
     def __init__(self, runs: Runs) -> None:
@@ -244,9 +242,9 @@ class Requests(TranscriptReader):
 
 
 def _find_body(data: bytes, values: Values, deeper: int) -> tuple[bytes, Values, Values] | None:
-    """A body, its values, and those of the object that contains it; None if there is none."""
+    """A body, its values, and those of the object around it; None if there is none."""
     first = next((bytes(values[key]).lstrip()[:1] for key in _HEADS if key in values), b"")
-    if (  # a list, a text where a model is named as well, or an object around a list
+    if (  # a list, a text next to a model's name, or an object around a list
         first == b"["
         or (first == b'"' and "model" in values)
         or (first == b"{" and b"contents" in bytes(values.get("request", b"")))
@@ -280,7 +278,7 @@ def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
 
 
 def _list_keys(body: bytes) -> str:
-    """The keys of a body's first message, for people; empty if there is none."""
+    """The keys of a body's first message, for a report; empty if there is none."""
     try:
         values = _values.decode(body)
         listed = [_list.decode(values[key]) for key in _HEADS if bytes(values.get(key, b"")).startswith(b"[")]
@@ -291,9 +289,9 @@ def _list_keys(body: bytes) -> str:
 
 
 def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
-    """What the newest answers contain in a form that no API uses, such as an SDK's own; ignoring it would hide loops."""
+    """Describe content of the newest answers in an unknown form, such as an SDK's own, which would hide loops."""
     read = (part for message in conversation.read_backwards() for part in message.read_parts())
-    if all(part.kind == OTHER and part.value is ABSENT for part in read):  # nothing is where the API has it
+    if all(part.kind == OTHER and part.value is ABSENT for part in read):  # no content under the API's keys
         return "messages with their content under unknown keys"
     newest = list(islice(conversation.read_backwards(), _LOOKED_AT))
     chat = conversation.shape.path == ("messages",)
@@ -309,7 +307,7 @@ def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
 
 
 def _name_kind(value: Any) -> str:  # noqa: ANN401  # JSON
-    """The type of a part that is no text, call or result, or else its first key."""
+    """The type of a part of an unknown kind, else its first key."""
     if not isinstance(value, dict):
         return ""
     kind = _open(value["type"]) if "type" in value else next(iter(value), "")
@@ -317,7 +315,7 @@ def _name_kind(value: Any) -> str:  # noqa: ANN401  # JSON
 
 
 def _list_foreign_keys(message: bytes) -> list[str]:
-    """The unknown keys of an answer that has lists of objects there, and neither content nor calls."""
+    """The unknown keys with lists of objects in an answer without content and calls."""
     try:
         values = _values.decode(message)
     except BAD_JSON:
@@ -330,7 +328,7 @@ def _list_foreign_keys(message: bytes) -> list[str]:
 
 
 def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:
-    """The turns of a history, with the messages behind the assistant's; thoughts begin an answer."""
+    """The turns of a history: an answer and the messages after it; thoughts begin an answer."""
     turns: list[_Turn] = []
     answering = False
     for message, speaker in zip(messages, speakers, strict=True):
@@ -344,7 +342,7 @@ def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:
 
 
 def _list_new(turns: Sequence[_Turn], shown: Sequence[Spoken], place: ChainPlace, node: bytes) -> list[list[bytes]]:
-    """The messages of turns that a request adds to the one at a node; of the first turn, that one may show the beginning."""
+    """The messages that a request adds to the request at a node, by turn; the first turn may be partly known."""
     links = place.links[::-1].index(node) if node in place.links else len(shown[-1].hashes) if shown else 0
     new: list[list[bytes]] = []
     for turn, said in zip(reversed(turns), reversed(shown), strict=False):
@@ -372,7 +370,7 @@ def _read_text(outers: Sequence[Values], names: Sequence[str]) -> str:
 
 
 def _read_usage(response: msgspec.Raw | None, values: Values, body: bytes) -> tuple[Usage, bool]:
-    """The tokens that the response told, or that stand beside the request; else an estimate from the request's bytes."""
+    """The tokens from the response, or next to the request, else estimated from bytes; and whether they are estimated."""
     answer = _open(response)
     if isinstance(answer, str) and answer.startswith("{"):
         answer = _open(msgspec.Raw(answer.encode("utf-8", "surrogatepass")))

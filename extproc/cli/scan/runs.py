@@ -1,4 +1,4 @@
-"""Where readers of all formats find the conversations of a file."""
+"""The conversations of a file, and the base class of readers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Runs:
         """Begin a conversation.
 
         Args:
-            about: whose it is.
+            about: whose conversation it is.
             key: the key of messages in a request's body.
-            tools: the agent has tools.
+            tools: whether the agent has tools.
         """
         return Watch(self._judging, about, key, self._report, tools=tools)
 
     def pass_over(self, kind: str, unknown: UnknownLineError, place: FilePlace) -> None:
-        """Note something in a line of a format that is left out."""
+        """Count a part of a line that is skipped."""
         self._problems.add(unknown.kind, place, f"{kind}: {unknown.name}")
 
     def find_unread(self, body: bytes) -> str:
-        """Why a request with this body cannot be judged; empty if it can."""
+        """Why the detector cannot judge a request with this body, or empty."""
         return self._judging.find_unread(body)
 
     def _report(self, report: RunReport) -> None:
@@ -45,7 +45,7 @@ class TranscriptReader:
     """Reads one format.
 
     Attributes:
-        kind: its name.
+        kind: the format's name.
     """
 
     kind: str
@@ -57,9 +57,9 @@ class TranscriptReader:
         """Read a JSON value; returns False if it is of another format.
 
         Raises:
-            UnknownLineError: it is of this format, and of an unknown kind.
+            UnknownLineError: it has this format, but an unknown kind.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """The file ends."""
+        """Finish at the end of the file."""

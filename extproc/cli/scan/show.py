@@ -1,4 +1,4 @@
-"""A report for people, in a terminal: what looped and what it cost, then the worst loop, then where, then other loops."""
+"""Prints the report: a summary, the worst loop, tables by group, then the next worst loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from extproc.operator.admin.row_states import write_age
 
 _ROWS = 10
 _WIDTH = 30
-_WHOLE = 100  # dollars from which on cents are left out
+_WHOLE = 100  # from this amount on, dollars have no cents
 _HALF_A_CENT = 0.005
 _TITLES = {
     "day": "By day (UTC): calls that went on after a note, and after a stop",
@@ -33,7 +33,7 @@ _STEPS = (
     ("stopped", "Loopguard refuses, which saves {after_stop}"),
     ("ends", "the loop ends"),
 )
-"""What Loopguard would have done in a loop, by the key of the call."""
+"""What Loopguard would have done in a loop, by the report's key."""
 
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -70,13 +70,12 @@ def print_scan(document: Mapping[str, Any]) -> None:
 
 
 def list_rows(document: Mapping[str, Any], group: str, most: int) -> list[Mapping[str, Any]]:
-    """The last days, or what looped most."""
+    """The last days, or the other groups that looped most."""
     rows: list[Mapping[str, Any]] = document["by"][group]
     return rows[-most:] if group == "day" else [row for row in rows if row["looped"]][:most]
 
 
 def summarize(document: Mapping[str, Any]) -> list[str]:
-    """What was found, in a few sentences."""
     calls, size = document["spent"]["calls"], write_size(document["bytes"])
     told = count_many(document["conversations"], "conversation")
     lines = [f"{document['looped']:,} of {told} looped." if document["conversations"] else "No conversation was understood."]
@@ -129,7 +128,7 @@ def describe_loop(loop: Mapping[str, Any], number: int) -> list[str]:
 
 
 def list_steps(loop: Mapping[str, Any]) -> list[str]:
-    """Where a loop began, what Loopguard would have done about it, and where it ended."""
+    """The steps of a loop: where it begins, what Loopguard would have done, and where it ends."""
     began = f", {loop['began'].replace('T', ' ').removesuffix('Z')} UTC" if loop["began"] else ""
     spent = {after: write_spent(loop[after]) for after in ("after_note", "after_stop")}
     steps = [f"call {loop[key]:,}: {words.format(**spent)}" for key, words in _STEPS if loop[key]]
@@ -137,7 +136,7 @@ def list_steps(loop: Mapping[str, Any]) -> list[str]:
 
 
 def list_problems(problems: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What could not be read, as warnings and notes."""
+    """The problems as warnings and notes."""
     lines = []
     for found in problems.values():
         severity = "note" if found["harmless"] else "warning"
@@ -153,7 +152,7 @@ def write_spent(spent: Mapping[str, Any]) -> str:
 
 
 def write_dollars(dollars: float | None) -> str:
-    """An amount of money; empty if it is unknown."""
+    """An amount of money, or empty if unknown."""
     if dollars is None:
         return ""
     if dollars >= _WHOLE:
@@ -167,7 +166,6 @@ def write_number(number: int) -> str:
 
 
 def write_path(path: str) -> str:
-    """A path, with the home folder as `~`."""
     home = str(Path.home())
     return f"~{path[len(home) :]}" if home != os.sep and path.startswith(home + os.sep) else path
 

@@ -1,4 +1,4 @@
-"""What readers of all formats have in common: model calls, whose they are, and what was wrong with lines."""
+"""Shared by readers of all formats: model calls, their context, and conversions."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from extproc.sessions.rates import Usage
 
 NO_USAGE = Usage(0, 0)
 BAD_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for a line that is not JSON, or not as expected."""
+"""Exceptions of msgspec for a line that is not JSON, or not as expected."""
 
 _LONGEST_NAME = 200
-_MOST_TOKENS = 10**12  # of one call; more is no count
+_MOST_TOKENS = 10**12  # larger values are not the count of a call
 _SECONDS_UNTIL = 253_402_300_800  # the year 10,000
 _MILLISECONDS_FROM = 100_000_000_000
-"""Larger numbers are no seconds; neither are they milliseconds from this many times a thousand on."""
+"""Numbers below this are seconds; below a thousand times as much, milliseconds; and so on."""
 
 
 class ModelCall(NamedTuple):
     """One call of a model.
 
     Attributes:
-        place: where it stands.
+        place: its file and line.
         time: in milliseconds since 1970; 0 if unknown.
         model: empty if unknown.
         usage: its tokens.
-        estimated: they are estimated from the number of bytes.
-        dollars: what it cost, if the transcript says so.
-        identity: from `identify`, the same in every file that contains this call; 0 if the format has none.
+        estimated: whether the tokens are estimated from bytes.
+        dollars: its cost, if the transcript has it.
+        identity: from `identify`, equal in every file with this call; 0 if the format has none.
     """
 
     place: FilePlace
@@ -52,9 +52,9 @@ class About(NamedTuple):
     Attributes:
         kind: the format's name.
         session: the conversation's name in its file.
-        project: the folder that the agent works in, or else that of the file.
+        project: the agent's working folder, else the folder of the file.
         agent: the agent's name.
-        root: name of the session that counts it, which is another one's for sub-agents; empty if the format does not tell.
+        root: name of the root session, which differs for sub-agents; empty if unknown.
     """
 
     kind: str
@@ -65,11 +65,11 @@ class About(NamedTuple):
 
 
 class UnknownLineError(Exception):
-    """A line that is no part of a conversation as far as its reader knows.
+    """A line that its reader does not understand.
 
     Attributes:
-        name: what it is.
-        kind: of problem; see `lines.PROBLEMS`.
+        name: a description.
+        kind: the kind of problem; see `lines.PROBLEMS`.
     """
 
     def __init__(self, name: str, kind: str = "unknown_kind") -> None:
@@ -79,28 +79,28 @@ class UnknownLineError(Exception):
 
 
 def mend_value(value: bytes) -> bytes:
-    """A JSON value with halves of surrogate pairs replaced, as in bodies: most programs accept them, and msgspec does not."""
+    """Replace lone surrogates, as in bodies: most programs accept them, but msgspec does not."""
     return mend(value) or value if b"\\ud" in value or b"\\uD" in value else value
 
 
 def cut_name(name: object) -> str:
-    """A name for a report: a text of bounded length."""
+    """A name of bounded length, for a report; empty for anything but a string."""
     return name[:_LONGEST_NAME] if isinstance(name, str) else ""
 
 
 def identify(*parts: str | bytes) -> int:
-    """A number of 63 bits for a call, from what no other call has; never 0."""
+    """Hash the unique parts of a call to 63 bits; never 0."""
     raw = [part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts]
     return int.from_bytes(blake2b(b"\0".join(raw), digest_size=8).digest(), "big") >> 1 or 1
 
 
 def name_folder(file: str) -> str:
-    """The project of a file that names none: its folder."""
+    """The project of a file without one: its folder."""
     return cut_name(str(Path(file).parent))
 
 
 def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
-    """A time in milliseconds since 1970, from ISO 8601 or a number of seconds, milliseconds or finer; 0 if it is none."""
+    """Convert ISO 8601, or a number of seconds, milliseconds or finer units, to milliseconds; 0 if invalid."""
     if isinstance(value, str):
         if value.isdecimal() and len(value) <= 20:  # noqa: PLR2004  # digits of 64 bits
             return read_time(int(value))
@@ -118,11 +118,11 @@ def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
 
 
 def count_tokens(value: object) -> int:
-    """A number of tokens; 0 if it is none."""
+    """A number of tokens, or 0 if invalid."""
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_TOKENS else 0
 
 
 def read_usage(prompt: object, output: object, read: object = 0, written: object = 0) -> Usage:
-    """The tokens of a call; those of its prompt include what was read from a cache, and written to one."""
+    """The tokens of a call; `prompt` includes those read from and written to a cache."""
     cached = count_tokens(read), count_tokens(written)
     return Usage(max(0, count_tokens(prompt) - sum(cached)), count_tokens(output), *cached)

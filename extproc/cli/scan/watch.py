@@ -1,8 +1,8 @@
-"""Judges the calls of a conversation one by one, by the detector `turns` of the preset `agents`.
+"""Judges the calls of a conversation one by one, with the detector `turns` of the preset `agents`.
 
-A request shows the agent's turns up to now. The detector reads the newest 32 of these, so only the newest turn is made into a
-body, with the messages that a client would have sent, and read as live requests are. Loops are found in all turns together, by
-the same code as for a request. `tests/unit/cli/scan` compares both.
+A live request contains all turns so far, of which the detector reads the newest 32. Here each turn is read once, from a body
+with the messages that a client would have sent. Loops are found in the collected turns, by the same code as for a request.
+`tests/unit/cli/scan` compares both.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from extproc.request.document import INSPECTION, Document, NotCounted
 from extproc.sessions.rates import Rates
 
 _LARGE = 2**18
-"""Turns of more bytes are kept as hashes."""
+"""Turns of more bytes are stored as hashes."""
 
 _MOST_AGAIN = 4 * USUAL_TURNS
-"""Maximum number of messages that are read again with the next answer."""
+"""Maximum number of messages to read again with the next answer."""
 
 _MOST_IDENTIFIED = 100_000
 _MOST_NANOS = 2**63 - 1
 IDENTIFIED = 4
-"""How many numbers `RunReport.calls` has for each call."""
+"""Numbers per call in `RunReport.calls`."""
 
 _STOPS = frozenset({Action.REJECT})
 _SHOWN = 400
@@ -52,13 +52,13 @@ _ANY_TOOL = b',"tools":[{"name":"any"}]'
 
 
 class Spent(NamedTuple):
-    """Calls, and what they cost.
+    """Calls and their cost.
 
     Attributes:
         calls: number of calls.
-        tokens: their tokens, of all kinds.
-        nanos: their price in nano-dollars, as far as it is known.
-        unpriced: tokens of calls whose price is unknown.
+        tokens: their tokens of all kinds.
+        nanos: their known cost, in nano-dollars.
+        unpriced: tokens of calls without a known price.
     """
 
     calls: int = 0
@@ -74,7 +74,7 @@ class Spent(NamedTuple):
 
 
 class ShownTurn(NamedTuple):
-    """A turn that repeats: hash and length of its action and its result, and its content if that is to be shown."""
+    """A repeated turn: hash and length of its action and result, and its content with `--show`."""
 
     action: str
     action_bytes: int
@@ -85,7 +85,7 @@ class ShownTurn(NamedTuple):
 
 class _Origin(NamedTuple):
     number: int
-    call: ModelCall  # that a turn answers
+    call: ModelCall  # the call that made a turn
 
 
 class FoundLoop(msgspec.Struct):
@@ -93,20 +93,20 @@ class FoundLoop(msgspec.Struct):
 
     Attributes:
         rule: the detector's rule.
-        tools: what repeats.
-        what: the same in words.
-        strong: the evidence is an error or a long result.
-        begins: the number of the first call that repeats.
-        time: when that was, in milliseconds since 1970; 0 if unknown.
-        place: where that is.
-        ends: the number of the last call in the loop.
-        ended: when that was, as `time`.
-        noted: the number of the first call with a note; 0 for none.
-        landed: the number of the first call that has to be the final answer; 0 for none.
-        stopped: the number of the first refused call; 0 for none.
+        tools: the tools that repeat.
+        what: a description of what repeats.
+        strong: whether the evidence is an error or a long result.
+        begins: number of the first repeated call.
+        time: time of that call, in milliseconds since 1970; 0 if unknown.
+        place: place of that call.
+        ends: number of the last call in the loop.
+        ended: time of that call.
+        noted: number of the first call with a note, or 0.
+        landed: number of the first call that must be the final answer, or 0.
+        stopped: number of the first refused call, or 0.
         after_note: calls in the loop from `noted` on.
         after_stop: calls in the loop from `stopped` on.
-        turns: what repeats, at most 10 turns.
+        turns: the repeated turns, at most 10.
     """
 
     rule: str
@@ -130,17 +130,17 @@ class RunReport(msgspec.Struct):
     """The result of one conversation.
 
     Attributes:
-        about: whose it is.
-        place: its first call.
+        about: whose conversation it is.
+        place: place of the first call.
         first: time of the first call, in milliseconds since 1970; 0 if unknown.
         last: time of the last call.
-        spent: all calls.
-        estimated: some tokens are estimated.
+        spent: the cost of all calls.
+        estimated: whether some tokens are estimated.
         loops: its loops.
         unread: number of calls that could not be judged, by reason.
-        calls: four numbers for each call: its identity, and its tokens, nanos and unpriced tokens as in `Spent`. Empty if no
-            call has an identity; of very long conversations only the first calls.
-        tools: number of calls by tool, of the first 1,000 tools.
+        calls: four numbers per call: identity, and tokens, nanos and unpriced tokens as in `Spent`. Empty if no call has an
+            identity; only the first calls of very long conversations.
+        tools: number of calls by tool, for the first 1,000 tools.
     """
 
     about: About
@@ -156,7 +156,7 @@ class RunReport(msgspec.Struct):
 
 
 class Judging:
-    """The detector, prices, and whether contents are shown: all that conversations share."""
+    """Shared by all conversations: the detector, prices, and whether to show contents."""
 
     def __init__(self, *, show: bool) -> None:
         engine = Engine(load([find_preset(DEFAULT_PRESET)], datetime.now(UTC)), datetime.now(UTC))
@@ -167,7 +167,7 @@ class Judging:
         self.show = show
 
     def find_unread(self, body: bytes) -> str:
-        """Why the detector cannot judge a request with this body; empty if it can."""
+        """Why the detector cannot judge a request with this body, or empty."""
         most = self.detector.max_inspect_bytes
         document = Document(body) if len(body) <= most else make_excerpt(Excerpt(LIST_PATHS, most), body)
         if document is None:
@@ -187,19 +187,19 @@ class Judging:
 
 
 class Watch:
-    """Judges one conversation. `about` may change until the first call."""
+    """Judges one conversation; `about` may change until the first call."""
 
     def __init__(self, judging: Judging, about: About, key: str, done: Callable[[RunReport], None], *, tools: bool) -> None:
         self._judging = judging
         self._done = done
         self._opening = b'{"%b":[' % key.encode()
         self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
-        self._turns: deque[AnyTurn | NotCounted] = deque(maxlen=USUAL_TURNS)  # newest first; why one cannot be read
-        self._origins: deque[_Origin | None] = deque(maxlen=USUAL_TURNS)  # of these turns; None for copies of others
-        self._called: deque[list[str]] = deque(maxlen=USUAL_TURNS)  # by these turns
+        self._turns: deque[AnyTurn | NotCounted] = deque(maxlen=USUAL_TURNS)  # newest first; or why one is unreadable
+        self._origins: deque[_Origin | None] = deque(maxlen=USUAL_TURNS)  # of these turns; None for copies
+        self._called: deque[list[str]] = deque(maxlen=USUAL_TURNS)  # tools called in these turns
         self._tools: Counter[str] = Counter()
         self._newest: _Origin | None = None
-        self._recent: list[bytes] = []  # the messages that were added last
+        self._recent: list[bytes] = []  # the messages added last
         self._added = 0  # number of turns in them
         self._unanswered = False
         self._before: list[Spent] = [Spent(), Spent()]
@@ -209,28 +209,27 @@ class Watch:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the model has been called."""
         return self._report is not None
 
     def restart(self) -> None:
-        """The history was replaced by a summary."""
+        """Drop the history, which was replaced by a summary."""
         self._turns.clear()
         self._origins.clear()
         self._called.clear()
         self._recent, self._added, self._unanswered = [], 0, False
 
     def replace(self, body: bytes) -> None:
-        """Take the turns that a whole request shows, in place of all that were added."""
+        """Replace all turns with those of a whole request."""
         origins = [self._newest, *self._origins]
         self.restart()
         self._take(body)
         self._origins = deque((origins + [None] * USUAL_TURNS)[: len(self._turns)], USUAL_TURNS)
 
     def add(self, messages: Sequence[bytes]) -> None:
-        """Add the model's answer and what came after it, as messages in the form of an API.
+        """Add an answer and the messages after it, in an API's form.
 
-        Some messages have to be read together with those before them: an answer with nothing behind it may be a thought of the
-        next one, and what comes behind an empty answer belongs to the one before it.
+        Some messages must be read together with those before them: an answer without messages after it may be a thought of the
+        next one, and messages after an empty answer belong to the answer before it.
         """
         if self._unanswered or (not self._add(messages) and self._recent):
             self._add_again(messages)
@@ -246,7 +245,7 @@ class Watch:
         return True
 
     def _add_again(self, messages: Sequence[bytes]) -> None:
-        """Add these messages to those before them."""
+        """Read the messages again, together with those before them."""
         count = min(self._added, len(self._turns))
         for _ in range(count):
             self._turns.popleft()
@@ -254,7 +253,7 @@ class Watch:
         called = [name for _ in range(count) for name in self._called.popleft()]
         self._tools.subtract(called)
         self._unanswered = False
-        if not self._add([*self._recent, *messages]):  # nothing before it is read either, as live
+        if not self._add([*self._recent, *messages]):  # the earlier ones become unreadable, too, as live
             self._tools.update(called)
 
     def _take(self, data: bytes) -> Turn | None:
@@ -281,7 +280,7 @@ class Watch:
         return read[0] if read and isinstance(read[0], Turn) else None
 
     def ask(self, call: ModelCall, unread: str = "") -> None:
-        """The model is called with all that was added so far; `unread`: why its request cannot be judged."""
+        """Record a call of the model with the messages so far; `unread` is why its request cannot be judged."""
         report = self._report = self._report or RunReport(self.about, call.place, call.time)
         before = report.spent
         price = self._judging.price(call)
@@ -306,7 +305,7 @@ class Watch:
             self._report = None
 
     def judge(self, report: RunReport, unread: str = "") -> tuple[Repeat | None, History]:
-        """The loop that the next request shows; `unread` is as for `ask`."""
+        """The loop in the next request, and its history; `unread` as in `ask`."""
         history = History(self._list_turns())
         INSPECTION.begin()
         try:
@@ -318,7 +317,7 @@ class Watch:
         return None, history
 
     def _list_turns(self) -> Iterator[AnyTurn]:
-        """The turns, newest first, up to one that cannot be read; raises the NotCounted that tells why."""
+        """The turns, newest first; raises NotCounted at an unreadable one."""
         for turn in self._turns:
             if isinstance(turn, NotCounted):
                 raise turn.renew()
@@ -352,7 +351,7 @@ class Watch:
             loop.turns = self._show(found)
 
     def _show(self, found: Repeat) -> list[ShownTurn]:
-        """What repeats: the newest turn, or the turns of a cycle, oldest first."""
+        """The repeated turns: the newest one, or those of a cycle, oldest first."""
         count = found.calls // found.count if found.rule == CYCLE and found.count else 1
         shown = []
         for turn in list(islice(self._list_turns(), min(count, _MOST_SHOWN)))[::-1]:

@@ -1,4 +1,4 @@
-"""Shares files between processes, the largest first, and hands on what they find."""
+"""Scans files in several processes, largest first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from extproc.request.document import limit_integers
 
 MOST_PROCESSES: Final = 64
 _WORTH_SHARING = 2**24
-"""Starting processes takes longer than reading this many bytes."""
+"""Below this number of bytes, one process is faster."""
 
 _BATCH_BYTES = 2**22
 _BATCH_FILES = 256
@@ -28,12 +28,12 @@ _SECONDS = 0.2
 
 
 class ScanTask(NamedTuple):
-    """What all processes need to know.
+    """Options for all processes.
 
     Attributes:
-        show: contents are shown.
-        since: conversations that ended before this time are left out, in milliseconds since 1970.
-        longest: maximum length of a line, in bytes.
+        show: whether to show contents.
+        since: skip conversations that ended before this time, in milliseconds since 1970.
+        longest: maximum bytes of a line.
     """
 
     show: bool
@@ -42,8 +42,6 @@ class ScanTask(NamedTuple):
 
 
 class BatchReport(NamedTuple):
-    """What some files contained: conversations, and problems."""
-
     runs: list[RunReport]
     problems: dict[str, Problem]
 
@@ -55,10 +53,10 @@ def count_processors() -> int:
 def scan_files(
     files: Sequence[FoundFile], task: ScanTask, processes: int, advance: Callable[[int], object]
 ) -> Iterator[BatchReport]:
-    """Scan files; `advance` is told how many bytes were read since the last time."""
+    """Scan files; `advance` is called with the number of bytes read since the last call."""
     batches = _divide(files)
     processes = min(processes, len(batches))
-    if processes < 2 or sum(file.size for file in files) < _WORTH_SHARING:  # noqa: PLR2004  # one is this one
+    if processes < 2 or sum(file.size for file in files) < _WORTH_SHARING:  # noqa: PLR2004  # scan here
         judging = Judging(show=task.show)
         for batch in batches:
             yield _scan(batch, task, judging, advance)
@@ -69,7 +67,7 @@ def scan_files(
     with ProcessPoolExecutor(processes, context, _start, (task, read)) as pool:
         waiting: list[Future[BatchReport]] = [pool.submit(_scan_here, batch) for batch in batches]
         try:
-            for each in waiting:  # in order, so that a report is the same whichever process was faster
+            for each in waiting:  # in order, for a deterministic report
                 while not each.done():
                     wait([each], _SECONDS)
                     now = read.value
@@ -78,7 +76,7 @@ def scan_files(
                 yield each.result()
         except BrokenProcessPool:
             raise LoopguardError("a process ended unexpectedly, perhaps for lack of memory: try --jobs 1") from None
-        except BaseException:  # also for Ctrl-C: the rest is not needed
+        except BaseException:  # including Ctrl-C
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
                 child.terminate()
@@ -107,17 +105,17 @@ def _scan(batch: Sequence[str], task: ScanTask, judging: Judging, advance: Calla
     for file in batch:
         try:
             ScannedFile(judging, problems, take).scan(file, advance, task.longest)
-        except Exception as error:  # noqa: BLE001  # one file must not cost the report about all others
+        except Exception as error:  # noqa: BLE001  # an error in one file must not lose the whole report
             problems.add("failed", FilePlace(file, 1), type(error).__name__)
     return BatchReport(runs, problems.by_kind)
 
 
 _HERE: dict[str, Any] = {}
-"""What a process keeps between its batches."""
+"""State of a worker process."""
 
 
 def _start(task: ScanTask, read: Synchronized[int]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a traceback
     limit_integers()
     _HERE.update(task=task, read=read, judging=Judging(show=task.show))
 

@@ -79,7 +79,7 @@ def test_a_single_message_is_all_that_a_call_of_one_may_say() -> None:
     seen = peer.receive(call(1, SINGLE), body(1, frame_message(b"a")), body(1, frame_message(b"b") * 1_000))
 
     assert seen == [("MessageReceived", 1, b"a")]
-    assert pool.held == peer.calls[1].size
+    assert pool.used == peer.calls[1].size
 
 
 def test_messages_wait_while_their_call_is_busy() -> None:
@@ -92,10 +92,10 @@ def test_messages_wait_while_their_call_is_busy() -> None:
     seen = peer.receive(body(1, frame_message(b"b") + frame_message(b"c")), body(1, frame_message(b"d"), http2.END_STREAM))
 
     assert seen == []
-    assert pool.held == 18 + peer.calls[1].size
+    assert pool.used == 18 + peer.calls[1].size
     peer.connection.resume(peer.calls[1])
     assert peer.receive() == [*(("MessageReceived", 1, message) for message in (b"b", b"c", b"d")), ("HalfClosed", 1, b"")]
-    assert pool.held == peer.calls[1].size
+    assert pool.used == peer.calls[1].size
 
 
 def test_a_call_that_ends_without_a_word_is_over() -> None:
@@ -220,7 +220,7 @@ def test_whatever_happens_between_them_streams_end_once(actions: list[tuple[str,
 
     check_ends(peer.frames)
     peer.connection.close()
-    assert pool.held == 0
+    assert pool.used == 0
 
 
 def test_metadata_is_bounded_and_counts_until_its_call_is_over() -> None:
@@ -234,6 +234,6 @@ def test_metadata_is_bounded_and_counts_until_its_call_is_over() -> None:
 
     assert [peer.status(number) for number in (1, 3, 5)] == [None, None, grpc.RESOURCE_EXHAUSTED]
     assert [len(each.metadata) for each in peer.connection.calls.values()] == [grpc.MAX_METADATA] * 2
-    assert pool.held == sum(each.size for each in peer.connection.calls.values())
+    assert pool.used == sum(each.size for each in peer.connection.calls.values())
     peer.receive(frame(http2.RST_STREAM, 0, 1, bytes(4)), frame(http2.RST_STREAM, 0, 3, bytes(4)))
-    assert pool.held == 0
+    assert pool.used == 0

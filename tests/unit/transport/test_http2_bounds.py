@@ -100,7 +100,7 @@ def test_windows_that_open_again_carry_what_waited() -> None:
         connection.respond(streams[number], OK)
         connection.send(streams[number], b"first %d," % number)
         connection.send(streams[number], b"second" * 100, b"")
-    assert pool.held == sum(len(b"first %d," % number) + 600 for number in numbers)
+    assert pool.used == sum(len(b"first %d," % number) + 600 for number in numbers)
     for size in (1, 5, 3, 300, 301, 0, 10_000):
         receive(connection, initial_window(size))
 
@@ -111,7 +111,7 @@ def test_windows_that_open_again_carry_what_waited() -> None:
         if kind == http2.DATA:
             bodies[number] = bodies.get(number, b"") + payload
     assert bodies == {number: b"first %d," % number + b"second" * 100 for number in numbers}
-    assert pool.held == 0
+    assert pool.used == 0
 
 
 FLOODS = {
@@ -263,7 +263,7 @@ def test_streams_whose_window_stays_shut_are_bounded() -> None:
 
     assert connection.error is not None
     assert connection.error.code == ENHANCE_YOUR_CALM
-    assert pool.held == connection.streams == 0
+    assert pool.used == connection.streams == 0
 
 
 def test_answers_that_are_not_read_are_bounded_in_bytes() -> None:
@@ -273,25 +273,25 @@ def test_answers_that_are_not_read_are_bounded_in_bytes() -> None:
     connection.respond(streams[1], OK)
 
     while not connection.ended:
-        assert pool.held <= 5_000
+        assert pool.used <= 5_000
         connection.send(streams[1], bytes(100))
 
-    assert pool.held == 0
+    assert pool.used == 0
 
 
 def test_a_header_block_without_an_end_is_held_within_the_share() -> None:
     """What came of it counts until it is whole, and is given back when it is, or when the connection ends."""
     pool = Pool(40_000)
     whole, _, _ = opened(headers(1, 0), pool=pool)
-    assert pool.held == len(encode(REQUEST))
+    assert pool.used == len(encode(REQUEST))
     assert receive(whole, frame(http2.CONTINUATION, http2.END_HEADERS, 1))
-    assert pool.held == 0
+    assert pool.used == 0
 
     endless, _, _ = opened(headers(1, 0), frame(http2.CONTINUATION, 0, 1, bytes(16_000)) * 2, pool=pool)
 
     assert endless.error is not None
     assert endless.error.code == ENHANCE_YOUR_CALM
-    assert pool.held == 0
+    assert pool.used == 0
 
 
 def test_a_header_block_is_bounded_however_small_its_parts_are() -> None:
@@ -329,8 +329,8 @@ def test_shares_leave_something_for_the_next() -> None:
     while sum(share.take(1) for share in shares):
         pass
 
-    assert {share.held for share in shares} == {100}
-    assert pool.limit - pool.held == 100
+    assert {share.used for share in shares} == {100}
+    assert pool.limit - pool.used == 100
 
 
 LIMITS = Http2Limits(streams=12, work=40, patience=400, patience_per_second=0, lingering=4, shut=3)
@@ -457,9 +457,9 @@ class HostilePeers(RuleBasedStateMachine):
         """What each peer holds is within its limits, and counted in the pool; something is always left for the other."""
         for connection in self.connections:
             assert connection.streams <= LIMITS.streams
-            assert connection.share.held <= self.pool.limit // 2
-            assert not connection.ended or not (connection.streams or connection.share.held)
-        assert self.pool.held == sum(connection.share.held for connection in self.connections)
+            assert connection.share.used <= self.pool.limit // 2
+            assert not connection.ended or not (connection.streams or connection.share.used)
+        assert self.pool.used == sum(connection.share.used for connection in self.connections)
 
     @invariant()
     def what_is_sent_is_well_formed(self) -> None:
@@ -473,7 +473,7 @@ class HostilePeers(RuleBasedStateMachine):
         """Nothing is held for peers that are gone."""
         for connection in self.connections:
             connection.close()
-        assert self.pool.held == 0
+        assert self.pool.used == 0
 
 
 TestHostilePeers = pytest.mark.deep(HostilePeers.TestCase)

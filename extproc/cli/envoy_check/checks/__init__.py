@@ -1,4 +1,4 @@
-"""All checks: every function `check_...` of these files, in the order of the findings in a report.
+"""All checks: every function `check_...` of these files, in the order of the report.
 
 Each takes a filter that calls Loopguard, with its guarded routes and the policies' needs.
 """

@@ -1,4 +1,4 @@
-"""Whether Loopguard learns how requests end, if policies limit the costs or failures of a session."""
+"""Checks that Loopguard learns how requests end, which limits on costs and errors need."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _READERS = {
     "events": "envoy.extensions.filters.http.sse_to_metadata.v3.SseToMetadata",
     "JSON": "envoy.extensions.filters.http.json_to_metadata.v3.JsonToMetadata",
 }
-"""The filters that read tokens, by the kind of response."""
+"""Filters that read tokens, by kind of response."""
 
 
 def check_entries(guard: Guard) -> Iterator[Finding]:
-    """Loopguard learns the outcome of a request from the access log."""
+    """Loopguard learns how a request ended from the access log."""
     if not guard.needs.outcomes or guard.observes:
         return
     place = guard.manager.place.get("access_log")
@@ -32,7 +32,7 @@ def _find_receiver(logger: ConfigPlace) -> str:
 
 
 def check_usage(guard: Guard) -> Iterator[Finding]:
-    """Envoy has to read tokens in responses; otherwise they are estimated, which may be intended."""
+    """Without filters that read tokens, costs are estimated, which may be intended."""
     if not guard.needs.usage or guard.observes:
         return
     for answers, kind in _READERS.items():

@@ -1,4 +1,4 @@
-"""What clients can claim."""
+"""Checks headers and addresses that clients can forge."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MARKS = ("x-fairvisor-warning", "x-loopguard-steered", "x-loopguard-narrowed")
 _MULTIPLIERS = ("x-envoy-retry-on", "x-envoy-max-retries")
 _NO_NETWORK = "internal_address_config: {cidr_ranges: [{address_prefix: 0.0.0.0, prefix_len: 32}]}"
 _EXPLICIT = (1, 36)
-"""From this version of Envoy on, no address is internal unless it is configured."""
+"""Since this version of Envoy, no address is internal by default."""
 
 
 def check_address(guard: Guard) -> Iterator[Finding]:
-    """If Envoy trusts X-Forwarded-For, a client can claim any address, and another one with every request."""
+    """If Envoy trusts X-Forwarded-For, a client can claim any address."""
     manager = guard.manager.place
     place = manager.get("use_remote_address")
     if place.flag() or manager.get("original_ip_detection_extensions").is_there or not guard.needs.reads("ip:"):
@@ -28,7 +28,7 @@ def check_address(guard: Guard) -> Iterator[Finding]:
 
 
 def check_caller_headers(guard: Guard) -> Iterator[Finding]:
-    """Headers that identify callers must reach Loopguard: no rule may keep them back, and no filter may remove them."""
+    """Headers that identify callers must reach Loopguard."""
     wanted = guard.needs.list_headers()
     rules = guard.filter.config.get("forward_rules")
     allowed, withheld = rules.get("allowed_headers"), rules.get("disallowed_headers")
@@ -53,7 +53,7 @@ def check_caller_headers(guard: Guard) -> Iterator[Finding]:
 
 
 def _matches(patterns: ConfigPlace, name: str) -> bool | None:
-    """Whether one of a list of StringMatchers matches the name of a header; None if that cannot be judged."""
+    """Whether one of a list of StringMatchers matches a header's name; None if unknown."""
     answers = [_match(pattern, name) for pattern in patterns.get("patterns").items()]
     return True if True in answers else None if None in answers else False
 
@@ -71,11 +71,11 @@ _FORMS: Mapping[str, Callable[[str, str], bool]] = {
     "suffix": str.endswith,
     "contains": str.__contains__,
 }
-"""The forms of a StringMatcher besides regular expressions; names of headers are in lower case."""
+"""Forms of a StringMatcher besides regular expressions; header names are in lower case."""
 
 
 def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
-    """A client that Envoy regards as internal can have one request, which is counted once, sent many times."""
+    """A client that Envoy treats as internal can make it send one counted request many times."""
     place = guard.manager.place.get("internal_address_config")
     version = guard.manager.resources.version
     if _list_removed(guard).issuperset(_MULTIPLIERS):
@@ -91,7 +91,7 @@ def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
 
 
 def check_marks(guard: Guard) -> Iterator[Finding]:
-    """Clients must not send Loopguard's own headers."""
+    """Clients must not be able to send Loopguard's own headers."""
     missing = [name for name in MARKS if name not in _list_removed(guard)]
     if missing and not guard.observes:
         place = guard.manager.place.get("early_header_mutation_extensions")
@@ -102,7 +102,7 @@ def check_marks(guard: Guard) -> Iterator[Finding]:
 
 
 def _list_removed(guard: Guard) -> set[str]:
-    """Request headers that are removed before Loopguard is called."""
+    """Request headers that are removed before the filter."""
     found: set[str] = set()
     for extension in guard.manager.place.get("early_header_mutation_extensions").items():
         found.update(_list_removals(extension.get("typed_config").message()[1].get("mutations")))

@@ -1,4 +1,4 @@
-"""Whether Envoy reaches Loopguard, with enough concurrent requests."""
+"""Checks that Envoy reaches Loopguard, with enough concurrent requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _AGGREGATE = "envoy.clusters.aggregate"
 _DEFAULT_REQUESTS = 1024
 _ENOUGH = 10_000
-"""As many requests as Loopguard holds at once by default."""
+"""Loopguard's default of --max-throttled."""
 
 
 def check_cluster(guard: Guard) -> Iterator[Finding]:

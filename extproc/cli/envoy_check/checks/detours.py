@@ -1,7 +1,6 @@
-"""Ways on which a request that should be guarded misses Loopguard, or meets it in a form that no policy matches.
+"""Ways for a request to bypass Loopguard, or to reach it in a form that no policy matches.
 
-What cannot be judged, such as an expression that only RE2 understands, is a note that names it: no way is taken for closed
-because it is not understood.
+Anything unknown, such as an expression that only RE2 understands, is reported as a note: it never counts as safe.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _PROGRAMS = (
     "dynamic_modules.v3.DynamicModuleFilter",
     "composite.v3.Composite",
 )
-"""Filters that run a program, or other filters, which this configuration does not show."""
+"""Filters that run a program, or other filters, which are not in this configuration."""
 
 
 def check_other_routes(guard: Guard) -> Iterator[Finding]:
-    """Without policies, what guarded routes match must be guarded: no other route may take it before or after them."""
+    """Without policies, the paths of guarded routes must be guarded: no other route may take them."""
     if guard.needs.known:
-        return  # then the selectors say what must be guarded
+        return  # the selectors show what must be guarded
     others: dict[str, list[Route]] = {}
     for route in _list_unguarded(guard):
         if not route.is_answered_here and find_share(route.match):
@@ -48,7 +47,7 @@ def check_other_routes(guard: Guard) -> Iterator[Finding]:
 
 
 def _report_other_route(route: Route, aim: Route, *, certain: bool) -> Finding:
-    """The finding for a route that takes requests of a guarded one, in the guarded route's place or for what that leaves."""
+    """The finding for a route that takes requests of a guarded one, before it or after it."""
     behind = route.number > aim.number
     conditions = aim.conditions if behind else route.conditions
     if not certain or route.chosen:
@@ -65,7 +64,7 @@ def _report_other_route(route: Route, aim: Route, *, certain: bool) -> Finding:
 
 
 def check_spellings(guard: Guard) -> Iterator[Finding]:
-    """Policies compare paths letter by letter; a route that ignores the case sends requests that match no policy."""
+    """Policies are case-sensitive; a route that ignores the case sends requests that match no policy."""
     selectors = [selector for _, selector in guard.needs.selectors]
     for route in guard.guarded:
         spellings = route.route.pattern.list_spellings()
@@ -80,7 +79,7 @@ def check_spellings(guard: Guard) -> Iterator[Finding]:
 
 
 def check_path_parameters(guard: Guard) -> Iterator[Finding]:
-    """Only the upstream knows whether `;x=1` is a part of the path."""
+    """Only the upstream knows whether `;x=1` is part of the path."""
     place = next((route.route.around[1] for route in guard.guarded), ConfigPlace(None))
     place = place.get("ignore_path_parameters_in_path_matching")
     selectors = [selector for _, selector in guard.needs.selectors]
@@ -113,7 +112,7 @@ def _selects(selector: Selector, path: str, route: str) -> bool:
 
 
 def _list_paths(selector: Selector, *, every: bool = False) -> list[str]:
-    """The paths at whose end a path parameter makes another path, or all."""
+    """The selector's paths, by default those that a path parameter at the end would change."""
     paths = [selector.pathExact or "", *selector.list_prefixes()]
     paths += [path for api in selector.list_apis() if selector.spans_apis() for path in SAMPLES[api]]
     return [path for path in paths if path and (every or not path.endswith("/"))]
@@ -143,7 +142,7 @@ def check_matchers(guard: Guard) -> Iterator[Finding]:
 
 
 def _shows_apis(matcher: ConfigPlace) -> bool:
-    """Whether it skips only requests that call no model, as the one of the Helm chart does."""
+    """Whether it skips only requests that call no model, like the Helm chart's."""
     xds = matcher.get("xds_matcher")
     matchers = list(xds.get("matcher_list", "matchers").items())
     if len(matchers) != 1 or xds.get("on_no_match").is_there:
@@ -167,7 +166,7 @@ def _list_inputs(matcher: ConfigPlace) -> list[str]:
 
 
 def check_aliases(guard: Guard) -> Iterator[Finding]:
-    """An unguarded route may turn its path into a guarded one."""
+    """An unguarded route may rewrite its path to a guarded one."""
     for route in _list_unguarded(guard):
         tunnel = route.match.get("connect_matcher")
         same = [aim.route.name for aim in guard.guarded if tunnel.is_there and share_upstream(route, aim.route)]
@@ -193,7 +192,7 @@ def check_aliases(guard: Guard) -> Iterator[Finding]:
 
 
 def _find_target(route: Route) -> tuple[ConfigPlace, PathPattern | None]:
-    """Where a route says how paths are rewritten, and the paths that may come of it; None if it keeps them."""
+    """The setting that rewrites paths, and the resulting paths; None if they are not rewritten."""
     action, own = route.place.get("route"), route.pattern
     place = action.get("prefix_rewrite")
     if place.text():
@@ -203,7 +202,7 @@ def _find_target(route: Route) -> tuple[ConfigPlace, PathPattern | None]:
         regex = place.get("pattern", "regex").text()
         first = read_regex(regex)
         if not (regex.startswith("^") or (first.literal and own.literal.startswith(first.literal))):
-            return place, PathPattern("", None)  # it may replace any part of the path
+            return place, PathPattern("", None)  # may replace any part of the path
         return place, _read_head(_GROUP.split(place.get("substitution").text(), maxsplit=1))
     place = action.get("path_rewrite_policy")
     if place.is_there:
@@ -214,12 +213,12 @@ def _find_target(route: Route) -> tuple[ConfigPlace, PathPattern | None]:
 
 
 def _read_head(parts: list[str]) -> PathPattern:
-    """The paths that begin with a known text; after a group or a variable, anything may follow."""
+    """The paths that begin with the text before the first group or variable."""
     return PathPattern(parts[0], ANYTHING if len(parts[0]) > 1 else None)
 
 
 def check_programs(guard: Guard) -> Iterator[Finding]:
-    """Filters that run a program can do anything with a request, as can those that are delivered later."""
+    """Filters that run a program, or are delivered later, can do anything with a request."""
     for item in guard.manager.filters:
         if item.is_a(*_PROGRAMS) and not mentions_loopguard(item) and any(is_on(item, route) for route in guard.manager.routes):
             yield report_unknown(item.place, f"whether {item.name} chooses other routes, or answers guarded requests,")

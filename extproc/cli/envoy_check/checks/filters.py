@@ -1,4 +1,4 @@
-"""The settings of the filter that calls Loopguard."""
+"""Checks the settings of the filter that calls Loopguard."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from extproc.cli.envoy_check.findings import Finding, note
 _JWT = "envoy.filters.http.jwt_authn"
 _DEFAULT_MESSAGE_TIMEOUT = 0.2
 _PATIENT = 1.0
-"""From this message timeout on, in seconds, clients notice a Loopguard that hangs."""
+"""Message timeouts above this, in seconds, are noticed by clients if Loopguard hangs."""
 
 
 def check_processing_mode(guard: Guard) -> Iterator[Finding]:
-    """Loopguard needs headers and whole bodies of requests, and no part of responses."""
+    """Loopguard needs headers and whole bodies of requests, and no response bodies."""
     for route in guard.blind:
         problem = "it is on for this route, but sends nothing of its requests: the route is not guarded"
         right = "processing_mode: {request_header_mode: SEND, request_body_mode: BUFFERED, request_trailer_mode: SEND}"
@@ -61,7 +61,7 @@ def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
 
 
 def check_notes(guard: Guard) -> Iterator[Finding]:
-    """Envoy takes edited bodies back only if it has the whole body, or Loopguard has."""
+    """Envoy accepts an edited body only if Envoy or Loopguard has the whole body."""
     steers, partial = guard.needs.steers, [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     if partial and not guard.observes and (steers or not guard.needs.known):
         told = " and ".join(steers) or "policies with steer or land"
@@ -72,7 +72,7 @@ def check_notes(guard: Guard) -> Iterator[Finding]:
 
 
 def check_content_length(guard: Guard) -> Iterator[Finding]:
-    """Other modes than BUFFERED remove a header that upstreams may need."""
+    """Modes other than BUFFERED remove a header that upstreams may need."""
     place = guard.filter.config.get("allow_content_length_header")
     for mode in ("BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED"):
         routes = [route.name for route in guard.guarded if route.body_mode == mode]
@@ -82,7 +82,7 @@ def check_content_length(guard: Guard) -> Iterator[Finding]:
 
 
 def check_failure_mode(guard: Guard) -> Iterator[Finding]:
-    """What happens to requests while Loopguard is unavailable."""
+    """Requests should pass while Loopguard is down, unless the configuration says otherwise."""
     place = guard.filter.config.get("failure_mode_allow")
     if place.flag():
         return
@@ -91,7 +91,7 @@ def check_failure_mode(guard: Guard) -> Iterator[Finding]:
         yield Finding("failure-mode", place, problem, "failure_mode_allow: true")
         return
     problem = "while Loopguard is down, requests on guarded routes get a 500, or a 504 if it is too slow"
-    # A dump omits defaults, and so does Envoy Gateway.
+    # Dumps and Envoy Gateway omit defaults, so a missing value may be a choice.
     chosen = place.is_there or guard.manager.resources.version is not None or guard.filter.is_of_envoy_gateway
     yield Finding(
         "failure-mode", place, problem, "failure_mode_allow: true; or set it to false, if that is intended", hurts=not chosen
@@ -99,7 +99,7 @@ def check_failure_mode(guard: Guard) -> Iterator[Finding]:
 
 
 def check_message_timeout(guard: Guard) -> Iterator[Finding]:
-    """Envoy has to wait for a throttled request longer than for other answers."""
+    """Envoy must wait longer for a throttled request than for other answers."""
     if guard.observes:
         return
     usual, longest = guard.filter.config.get("message_timeout"), guard.filter.config.get("max_message_timeout")
@@ -118,7 +118,7 @@ def check_message_timeout(guard: Guard) -> Iterator[Finding]:
 
 
 def check_answers(guard: Guard) -> Iterator[Finding]:
-    """Envoy has to carry out refusals and warnings."""
+    """Envoy must carry out refusals and warnings."""
     config = guard.filter.config
     place = config.get("disable_immediate_response")
     if place.flag():
@@ -135,7 +135,7 @@ def check_answers(guard: Guard) -> Iterator[Finding]:
 
 
 def check_metadata(guard: Guard) -> Iterator[Finding]:
-    """The access log and the client need Loopguard's decisions."""
+    """Access logs and clients get Loopguard's decisions from metadata."""
     place = guard.filter.config.get("metadata_options", "receiving_namespaces", "untyped")
     if "loopguard" not in place.names() and not guard.observes:
         problem = "Envoy drops Loopguard's metadata: no header for clients, nothing for the access log"
@@ -143,7 +143,7 @@ def check_metadata(guard: Guard) -> Iterator[Finding]:
 
 
 def check_attributes(guard: Guard) -> Iterator[Finding]:
-    """Envoy sends addresses and route names only if the filter asks for them."""
+    """Envoy sends addresses and route names only if the filter requests them."""
     place = guard.filter.config.get("request_attributes")
     if guard.needs.reads("ip:") and "source.address" not in place.names():
         problem = "policies with ip:address do not get the address, so callers without other limit keys are not counted"
@@ -156,13 +156,13 @@ def check_attributes(guard: Guard) -> Iterator[Finding]:
 
 
 def check_claims(guard: Guard) -> Iterator[Finding]:
-    """Policies with `jwt:` keys read claims that jwt_authn has verified earlier, and stored where Loopguard gets them."""
+    """`jwt:` keys need claims that jwt_authn has verified before Loopguard and that are forwarded to it."""
     filters = list(guard.manager.filters)
     verifiers = [item for item in filters if item.is_a("jwt_authn.v3.JwtAuthentication")]
     if not guard.needs.reads("jwt:"):
         return
     if not verifiers and not guard.needs.requires("jwt:"):
-        return  # the policies' other needs are met
+        return  # other keys identify the callers
     if not verifiers:
         problem = "policies have jwt: keys, and no filter verifies a token here: these keys are always missing"
         yield Finding("jwt", guard.manager.place.get("http_filters"), problem, f"{_JWT} before {guard.filter.name}")

@@ -1,8 +1,8 @@
-"""Whether Loopguard is called too late, or a request reaches a guarded route when it is too late to call Loopguard.
+"""Checks for requests that reach a guarded route too late to call Loopguard.
 
-Envoy sets up a request's filters by the first route that it finds, and leaves out those that are off there. A filter that
-clears the route cache makes Envoy look for a route again, with other headers, claims or a model that is known by then. Sources:
-Envoy's code of each filter named below, and its page on HTTP filters.
+Envoy sets up a request's filters by its first route, without those that are off there. A filter that clears the route cache
+makes Envoy choose again, with changed headers, claims or a model that is known by then. Sources: Envoy's code of each filter
+named below, and its page on HTTP filters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST = "the processing_mode of guarded routes in their overrides, and of the f
 
 
 def check_order(guard: Guard) -> Iterator[Finding]:
-    """Filters behind the router are not called."""
+    """Filters after the router are not called."""
     kinds = list(guard.manager.filters)
     routers = [number for number, item in enumerate(kinds) if item.is_a("router.v3.Router")]
     if routers and kinds.index(guard.filter) > routers[0]:
@@ -29,7 +29,7 @@ def check_order(guard: Guard) -> Iterator[Finding]:
 
 
 def check_late_routes(guard: Guard) -> Iterator[Finding]:
-    """A filter that chooses a new route must come before Loopguard's, which must be on everywhere."""
+    """A filter that may change the route must come before Loopguard's, which must be on everywhere."""
     filters = list(guard.manager.filters)
     routes = guard.manager.routes
     guarded = {route.route.place.pointer for route in guard.guarded}
@@ -40,11 +40,11 @@ def check_late_routes(guard: Guard) -> Iterator[Finding]:
         may = next((may for kind, may in _MAY_CLEAR.items() if item.is_a(kind)), None)
         if not (may(item.config) if may else _clears(item.config.value)):
             continue
-        if item == guard.filter or mentions_loopguard(item):  # Loopguard itself never asks for another route
+        if item == guard.filter or mentions_loopguard(item):  # Loopguard never changes the route
             continue
         behind = number > filters.index(guard.filter)
-        first = unguarded if behind else left_out  # routes whose requests have passed Loopguard
-        anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())  # and without a first route
+        first = unguarded if behind else left_out  # routes whose requests have bypassed Loopguard
+        anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())  # requests without a first route
         if any(is_on(item, route) for route in first) or (anywhere and not item.place.get("disabled").flag()):
             yield _report(guard, item, first, behind=behind)
 
@@ -60,7 +60,7 @@ def _report(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool)
 
 
 def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
-    """Whether the filter is configured to clear the route cache; jwt_authn, ext_authz and others have this field."""
+    """Whether clear_route_cache is set; jwt_authn, ext_authz and others have this field."""
     if isinstance(config, list):
         return any(_clears(item) for item in config)
     if not isinstance(config, dict):
@@ -69,8 +69,8 @@ def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
     return said or any(_clears(value) for value in config.values() if isinstance(value, dict | list))
 
 
-def _may_script(config: ConfigPlace) -> bool:
-    """Whether a script may clear it: changing a header does, unless that is turned off."""
+def _may_script_clear(config: ConfigPlace) -> bool:
+    """Whether a script may clear the cache: changing a header does, unless that is turned off."""
     text = json.dumps(config.value)
     if "clearRouteCache" in text or "filename" in text:
         return True
@@ -78,15 +78,15 @@ def _may_script(config: ConfigPlace) -> bool:
     return changes and "envoy_on_request" in text and config.get("clear_route_cache").flag(default=True)
 
 
-def _may_processor(config: ConfigPlace) -> bool:
+def _may_processor_clear(config: ConfigPlace) -> bool:
     kept = config.get("disable_clear_route_cache").flag() or config.get("route_cache_action").text() == "RETAIN"
     return not kept and not config.get("observability_mode").flag()
 
 
 _MAY_CLEAR: Mapping[str, Callable[[ConfigPlace], bool]] = {
-    "lua.v3.Lua": _may_script,
-    "ext_proc.v3.ExternalProcessor": _may_processor,
+    "lua.v3.Lua": _may_script_clear,
+    "ext_proc.v3.ExternalProcessor": _may_processor_clear,
     "grpc_json_transcoder.v3.GrpcJsonTranscoder": lambda config: not config.get("match_incoming_request_route").flag(),
     "json_to_metadata.v3.JsonToMetadata": lambda config: config.get("request_rules").is_there,
 }
-"""Filters that clear it by default, each with whether its configuration leaves this on."""
+"""Filters that clear the cache by default, and whether a configuration leaves that on."""

@@ -1,4 +1,4 @@
-"""The size of requests, and the time they may take."""
+"""Checks limits of the size and time of requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from extproc.ext_proc.upload import SMALLEST_LIMIT
 
 _DEFAULT_LIMIT = 2**20
 _DEFAULT_WINDOW = 2**24
-"""Default of Envoy 1.40; older versions have 256 MiB for HTTP/2."""
+"""Envoy 1.40's default; older versions have 256 MiB for HTTP/2."""
 
 _DEFAULT_IDLE = 300.0
 
 
 def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
-    """A body above the limit gets a 413 if bodies are buffered completely. HTTP/2 and HTTP/3 have another limit."""
+    """A buffered body above the limit gets a 413. For HTTP/2 and HTTP/3, see `check_http2_window`."""
     if not _speaks_http1(guard):
         return
     listener = guard.manager.listener.get("per_connection_buffer_limit_bytes")
@@ -40,7 +40,7 @@ def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
 
 
 def _find_limit(guard: Guard, route: GuardedRoute) -> float:
-    """The maximum that a route can buffer: the listener's limit, which a route or its host can only raise."""
+    """The buffer limit of a route: the listener's, which a route or its host can only raise."""
     limit = guard.manager.listener.get("per_connection_buffer_limit_bytes").number(_DEFAULT_LIMIT)
     return max(limit, *(level.get("request_body_buffer_limit").number(0) for level in route.route.levels[:2]))
 
@@ -54,7 +54,7 @@ def _speaks_http1(guard: Guard) -> bool:
 
 
 def _find_window(guard: Guard) -> ConfigPlace | None:
-    """The window of a stream; None if the listener has only HTTP/1. That of HTTP/3 belongs to the listener."""
+    """The setting of the stream window; None for HTTP/1 alone. The listener has that of HTTP/3."""
     manager, name = guard.manager, "initial_stream_window_size"
     if _is_quic(guard):
         return manager.listener.get("udp_listener_config", "quic_options", "quic_protocol_options", name)
@@ -62,7 +62,7 @@ def _find_window(guard: Guard) -> ConfigPlace | None:
 
 
 def check_http2_window(guard: Guard) -> Iterator[Finding]:
-    """For HTTP/2 and HTTP/3, the limit of a body is the stream's window."""
+    """With HTTP/2 and HTTP/3, the stream's window limits buffered bodies."""
     window = _find_window(guard)
     buffered = [route.name for route in guard.guarded if route.body_mode == "BUFFERED"]
     if not buffered or window is None:
@@ -79,7 +79,7 @@ def check_http2_window(guard: Guard) -> Iterator[Finding]:
 
 
 def check_told_limit(guard: Guard) -> Iterator[Finding]:
-    """By the size of a body, Loopguard tells one cut off at the buffer limit from one that ends in trailers."""
+    """With the buffer limit, Loopguard can tell a body cut off there from one that ends in trailers."""
     partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     if not partial or guard.observes:
         return
@@ -100,7 +100,7 @@ def check_told_limit(guard: Guard) -> Iterator[Finding]:
 
 
 def check_request_timeout(guard: Guard) -> Iterator[Finding]:
-    """A stalled upload has to end, and a throttled request must not."""
+    """A timeout must end stalled uploads, but not throttled requests."""
     place = guard.manager.place.get("request_timeout")
     timeout = place.seconds(0)
     if guard.observes:
@@ -122,7 +122,7 @@ def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
 
 
 def check_idle_timeout(guard: Guard) -> Iterator[Finding]:
-    """A throttled request is idle while it waits."""
+    """An idle timeout must not end a throttled request, whose stream is idle."""
     for route in guard.guarded:
         nearest = _find_idle(guard, route)
         timeout = nearest.seconds(_DEFAULT_IDLE)
@@ -134,7 +134,7 @@ def check_idle_timeout(guard: Guard) -> Iterator[Finding]:
 
 
 def check_expect(guard: Guard) -> Iterator[Finding]:
-    """An upstream that sees nothing before the body is complete cannot ask for it."""
+    """An upstream that gets the headers after the body cannot answer `Expect: 100-continue`."""
     place = guard.manager.place.get("proxy_100_continue")
     waiting = [route.name for route in guard.guarded if route.body_mode.startswith(("BUFFERED", "FULL_DUPLEX"))]
     if place.flag() and waiting and not guard.observes:

@@ -1,7 +1,7 @@
-"""Filters beside Loopguard's, which may refuse or change requests that Loopguard has counted, and copies that Envoy makes.
+"""Checks other filters, which may refuse or change requests that Loopguard has counted, and mirrored requests.
 
-Envoy's filters run in their order. One that refuses requests belongs before Loopguard: otherwise Loopguard counts what never
-reaches an upstream, for callers who are not who they say.
+A filter that refuses requests belongs before Loopguard, which otherwise counts requests that never reach an upstream, and
+under identities that were not verified.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_refusals(guard: Guard) -> Iterator[Finding]:
             continue
         right = f"{item.name} before {guard.filter.name}"
         if guard.filter.is_of_envoy_gateway:
-            kind = item.name.partition("/")[0]  # by which Envoy Gateway orders filters, whose own names have more parts
+            kind = item.name.partition("/")[0]  # filterOrder takes the first part of a filter's name
             right = f"spec.filterOrder of the EnvoyProxy: [{{name: envoy.filters.http.ext_proc, after: {kind}}}]"
         if item.is_a(*_AUTHENTICATION):
             problem = (
@@ -70,7 +70,7 @@ def check_refusals(guard: Guard) -> Iterator[Finding]:
 
 
 def _acts(item: HttpFilter, route: Route) -> bool:
-    """Whether a filter may refuse requests of a route: some do nothing without some settings."""
+    """Whether a filter may refuse requests of a route; some need settings for that."""
     said = list_settings(item, route)
     if not is_on(item, route):
         return False
@@ -87,7 +87,7 @@ def _acts(item: HttpFilter, route: Route) -> bool:
 
 
 def check_tokens(guard: Guard) -> Iterator[Finding]:
-    """Claims are known only on routes for which jwt_authn has a rule."""
+    """Claims are known only on routes with a rule of jwt_authn."""
     if not guard.needs.requires("jwt:"):
         return
     for item in guard.manager.filters:
@@ -104,7 +104,7 @@ def check_tokens(guard: Guard) -> Iterator[Finding]:
 
 
 def _is_verified(item: HttpFilter, route: GuardedRoute) -> bool | None:
-    """Whether the first rule that matches the route's path, if any, asks for a token; None if that cannot be judged."""
+    """Whether the first rule that matches the route's path requires a token; None if unknown."""
     if any(place.get("requirement_name").is_there for place in list_settings(item, route.route)):
         return True
     path, answers = route.route.pattern.find_example(), set()
@@ -120,7 +120,7 @@ def _is_verified(item: HttpFilter, route: GuardedRoute) -> bool | None:
 
 
 def check_weighted_clusters(guard: Guard) -> Iterator[Finding]:
-    """A cluster among several may have settings of its own, for its part of the requests."""
+    """A weighted cluster may have settings of its own."""
     for route in guard.guarded:
         for cluster in route.route.place.get("route", "weighted_clusters", "clusters").items():
             place = cluster.get("typed_per_filter_config").entry(guard.filter.name)
@@ -131,7 +131,7 @@ def check_weighted_clusters(guard: Guard) -> Iterator[Finding]:
 
 
 def check_mirrors(guard: Guard) -> Iterator[Finding]:
-    """A copy may reach Loopguard through a second gateway."""
+    """A mirrored request may reach Loopguard through a second gateway."""
     for route in guard.guarded:
         if place := find_mirrors(route.route):
             problem = "Envoy sends copies of requests to another cluster: behind a second Loopguard, they count again"
@@ -150,7 +150,7 @@ def check_buffer(guard: Guard) -> Iterator[Finding]:
 
 
 def check_services(guard: Guard) -> Iterator[Finding]:
-    """A route may ask another service than the filter."""
+    """A route may override the filter's service."""
     clusters = [cluster.get("name").text() for cluster in guard.manager.resources.clusters]
     for route in guard.guarded:
         for overrides in route.overrides[:1]:

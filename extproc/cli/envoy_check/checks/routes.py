@@ -1,4 +1,4 @@
-"""How requests reach guarded routes, and the routes' settings."""
+"""Checks how requests reach guarded routes, and the routes' settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_spelling(guard: Guard) -> Iterator[Finding]:
 
 
 def check_escaped_slashes(guard: Guard) -> Iterator[Finding]:
-    """Only the upstream knows whether %2F is a slash."""
+    """Only the upstream knows whether it reads %2F as a slash."""
     place = guard.manager.place.get("path_with_escaped_slashes_action")
     if len(guard.guarded) < len(guard.manager.routes) and not place.is_there:
         problem = "Envoy keeps %2F; an upstream that reads it as a slash, as ASGI applications do, sees another path than Envoy"
@@ -36,7 +36,7 @@ def check_escaped_slashes(guard: Guard) -> Iterator[Finding]:
 
 
 def check_client_header(guard: Guard) -> Iterator[Finding]:
-    """Clients see a warning only in a header that Envoy makes from metadata."""
+    """Clients see warnings only in a header that Envoy makes from metadata."""
     silent = [route for route in guard.guarded if not _tells_clients(route)]
     if silent and guard.needs.warns and not guard.observes:
         place = silent[0].route.around[0].get("response_headers_to_add")
@@ -52,7 +52,7 @@ def _tells_clients(route: GuardedRoute) -> bool:
 
 
 def check_upgrades(guard: Guard) -> Iterator[Finding]:
-    """Upgrades can have filters of their own. Then WebSockets for model calls are not refused."""
+    """Upgrades can have their own filters; without Loopguard, WebSockets for model calls are not refused."""
     for item in guard.manager.place.get("upgrade_configs").items():
         filters = item.get("filters")
         names = [each.get("name").text() for each in filters.items() if not each.get("disabled").flag()]
@@ -63,7 +63,7 @@ def check_upgrades(guard: Guard) -> Iterator[Finding]:
 
 
 def check_retries(guard: Guard) -> Iterator[Finding]:
-    """A request that Envoy itself retries is counted once."""
+    """Retries by Envoy itself are not counted."""
     for route in guard.guarded:
         place = _find_retries(route)
         if place is not None:
@@ -74,7 +74,7 @@ def check_retries(guard: Guard) -> Iterator[Finding]:
 
 
 def check_kept_bodies(guard: Guard) -> Iterator[Finding]:
-    """A body that is buffered in parts, and kept for retries, may reach the upstream with a part of it repeated."""
+    """A partly buffered body that is kept for retries may reach the upstream with a part repeated."""
     for route in guard.guarded:
         keeping = _find_retries(route) is not None or find_mirrors(route.route)
         if route.body_mode != "BUFFERED_PARTIAL" or not keeping:
@@ -98,7 +98,7 @@ def _find_retries(route: GuardedRoute) -> ConfigPlace | None:
 
 
 def check_overrides(guard: Guard) -> Iterator[Finding]:
-    """Settings of a route that have no effect."""
+    """Envoy ignores some overrides of routes."""
     for route in guard.guarded:
         for overrides in route.overrides:
             place = overrides.get("request_attributes")
