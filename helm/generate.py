@@ -1,21 +1,20 @@
-"""Make the chart's values.schema.json, and the tables of its README.md, from the commented values.yaml.
+"""Make the chart's values.schema.json and the tables of its README.md from the comments of values.yaml.
 
     python helm/generate.py            writes both
     python helm/generate.py --check    writes nothing; exit code 1 and a line for each file that is out of date
 
-How values.yaml is read:
-- The comment right above a key documents it; every value has one. Maps are looked into, and need none.
-- A line `@schema {...}` in it adds to what the default's type says about a value. One with `$ref` or `if` describes the value
-  alone, and what stands below the key is not looked into. A `$ref` names a definition: of Kubernetes, by its full name;
-  `Bundle`, a policy bundle as `loopguard schema` describes it; `Settings`, the flags of `loopguard serve` that have no value of
-  their own; or one of those in `MESH`.
+The format of values.yaml:
+- The comment right above a key documents it. Each value needs one; maps do not, because their keys have comments.
+- A line `@schema {...}` in a comment extends the schema, which otherwise is the default's type. With `$ref` or `if`, it is the
+  whole schema of the value, and keys below are ignored. A `$ref` names a definition: of Kubernetes, by its full name; `Bundle`,
+  a policy bundle; `Settings`, the flags of `loopguard serve` without a value of their own; or one in `MESH`.
 - A comment that starts with `##` is a heading of the README.
 
-Envoy's access log and filters that tell what answers cost are those of `loopguard envoy-config`, in `envoy/`.
+`envoy/` gets the access log and the usage filters of `loopguard envoy-config`.
 
-The schema is draft-07, which every version of Helm reads. Policies are described in 2020-12: what they use of it is rewritten,
-and anything else is an error here, not a hole in the schema. Rules between a policy's fields are not in that schema at all. The
-ones that matter most are found by asking `cross_field_errors` what it thinks of samples; the process itself checks them all.
+The schema is draft-07, which every version of Helm reads. Policies have a 2020-12 schema: known keywords are converted, and
+any other is an error. That schema lacks rules between a policy's fields. The most important ones are derived by validating
+samples with `rules`; the process itself checks them all.
 """  # noqa: INP001  # a script beside the chart, not a package
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ OWN_VALUES = {
     *("store", "store_password", "store_password_file"),
     *("admin_token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_client_san", "allow_plaintext"),
 }
-"""Settings that the templates make from values of other names."""
+"""Settings that the templates derive from values with other names."""
 
 TABLES = re.compile(r"(?<=<!-- values -->\n).*(?=<!-- end of values -->)", re.DOTALL)
 REFERENCE = "#/definitions/"
 
 
 class ChartError(Exception):
-    """values.yaml, or something a schema is made from, is not as it has to be."""
+    """values.yaml, or a source of the schema, is invalid."""
 
 
 # ---- values.yaml
@@ -68,11 +67,11 @@ class Value:
     """One value of the chart.
 
     Attributes:
-        path: the keys that lead to it.
-        words: of its comment.
-        extra: what `@schema` says.
-        heading: the last one above it.
-        below: the values in it, where it is a map that is looked into.
+        path: its keys, from the outside in.
+        words: the text of its comment.
+        extra: the content of `@schema`.
+        heading: the nearest heading above it.
+        below: the values in it, if it is a plain map.
     """
 
     path: tuple[str, ...]
@@ -84,13 +83,13 @@ class Value:
 
 
 def read_values(text: str) -> list[Value]:
-    """The values at the top of values.yaml, in its order, with those below; raises ChartError if one is not described."""
+    """The values in order, nested by map; raises ChartError if one has no comment."""
     defaults = helm_python.values_from_yaml(text)
     top: list[Value] = []
     open_maps: list[Value] = []
     comment: list[str] = []
     heading = ""
-    closed_at: int | None = None  # the indentation of the value whose inside is its own affair
+    closed_at: int | None = None  # the indentation of a value whose content is ignored
     for line in text.splitlines():
         words = line.strip()
         indent = len(line) - len(line.lstrip())
@@ -125,12 +124,12 @@ def _value(path: tuple[str, ...], comment: Sequence[str], heading: str, defaults
             words.append(line)
     value = Value(path, " ".join(words), extra, heading, default)
     if not words and not _is_map(value):
-        raise ChartError(f"{'.'.join(path)} has no comment that says what it is")
+        raise ChartError(f"{'.'.join(path)} has no comment")
     return value
 
 
 def _is_map(value: Value) -> bool:
-    """Whether the value is looked into, because nothing else describes it."""
+    """Whether the value is a plain map, whose keys are values of their own."""
     return isinstance(value.default, dict) and not value.extra
 
 
@@ -141,9 +140,9 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 
 
 def values_schema(values: Sequence[Value]) -> Schema:
-    """The whole of values.schema.json."""
+    """The content of values.schema.json."""
     properties: Schema = {value.path[-1]: _schema(value) for value in values}
-    properties["global"] = {"type": "object", "description": "Of a chart that this one is a part of; not read."}
+    properties["global"] = {"type": "object", "description": "Values of a parent chart; ignored."}
     made = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the Loopguard chart",
@@ -162,12 +161,12 @@ def _schema(value: Value) -> Schema:
         return {**value.extra, "description": value.words}
     kind = _TYPES[type(value.default)]
     if kind in ("array", "object") and not value.extra:
-        raise ChartError(f"{'.'.join(value.path)} needs a line '@schema' that says what it holds")
+        raise ChartError(f"{'.'.join(value.path)} needs a line '@schema' for its items")
     return {"type": kind, **value.extra, "description": value.words, "default": value.default}
 
 
 MESH: Schema = {
-    "Scope": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{0,57}$"},  # with room for `-canary` behind it
+    "Scope": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{0,57}$"},  # leaves room for `-canary`
     "IstioRoute": {
         "type": "object",
         "additionalProperties": False,
@@ -203,11 +202,11 @@ MESH: Schema = {
         },
     },
 }
-"""What is attached to, in a mesh, and which policies a team has."""
+"""Definitions of attachments to a mesh, and of teams."""
 
 
 def settings() -> Schema:
-    """The flags of `loopguard serve` that the chart passes on as they are, by their names in camelCase."""
+    """The flags of `loopguard serve` that the chart passes on unchanged, in camelCase."""
     hints = typing.get_type_hints(Settings)
     properties: Schema = {}
     for item in fields(Settings):
@@ -234,19 +233,19 @@ def _accepts(parse: Callable[[str], object], text: str) -> bool:
 
 
 def kubernetes() -> Schema:
-    """Kubernetes' own definitions, without their descriptions."""
+    """Kubernetes' definitions, without descriptions."""
     text = resources.files("kubernetes_validate").joinpath(KUBERNETES).read_text()
-    raw = {name: convert(_bare(made)) for name, made in json.loads(text)["$defs"].items()}
+    raw = {name: convert(_strip_remarks(made)) for name, made in json.loads(text)["$defs"].items()}
     return {name: choose(made, raw) for name, made in raw.items()}
 
 
-def _bare(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """Without what only people and the API server read."""
+def _strip_remarks(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """Remove descriptions, formats and extensions."""
     if isinstance(schema, list):
-        return [_bare(item) for item in schema]
+        return [_strip_remarks(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _bare(item) for key, item in schema.items() if key != "format" and not _is_remark(key, item)}
+    return {key: _strip_remarks(item) for key, item in schema.items() if key != "format" and not _is_remark(key, item)}
 
 
 def _is_remark(key: str, item: object) -> bool:
@@ -254,7 +253,7 @@ def _is_remark(key: str, item: object) -> bool:
 
 
 def _used(schema: Any, pool: Schema) -> Schema:  # noqa: ANN401  # raw JSON
-    """The definitions that a schema leads to, by name."""
+    """The definitions that a schema references, directly or indirectly, by name."""
     found: Schema = {}
     waiting = list(_references(schema))
     while waiting:
@@ -283,15 +282,15 @@ def _references(schema: Any) -> Iterator[str]:  # noqa: ANN401  # raw JSON
 
 
 def convert(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """A schema's meaning in draft-07; raises ChartError if something is not known to mean the same there."""
+    """Convert a schema to draft-07; raises ChartError for an unknown keyword."""
     if not isinstance(schema, dict):  # true and false
         return schema
     if "$ref" in schema:
         if constraints := schema.keys() - {"$ref", "description", "default"}:
-            raise ChartError(f"draft-07 ignores what stands beside $ref: {', '.join(sorted(constraints))}")
+            raise ChartError(f"draft-07 ignores keywords beside $ref: {', '.join(sorted(constraints))}")
         return {"$ref": REFERENCE + schema["$ref"].rpartition("/")[2]}
-    if unknown := schema.keys() - _KEYWORDS.keys() - {"title", "discriminator"}:  # both are remarks
-        raise ChartError(f"not known to mean the same in draft-07: {', '.join(sorted(unknown))}")
+    if unknown := schema.keys() - _KEYWORDS.keys() - {"title", "discriminator"}:  # both are annotations
+        raise ChartError(f"unknown keywords: {', '.join(sorted(unknown))}; check that they mean the same in draft-07")
     return {
         key: _KEYWORDS[key](item)
         for key, item in schema.items()
@@ -325,11 +324,11 @@ _KEYWORDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("minProperties", "maxProperties"), _as_it_is),
     "description": _first_paragraph,
 }
-"""What becomes of the value of each keyword."""
+"""The conversion of each keyword's value."""
 
 
 def choose(schema: Any, definitions: Schema) -> Any:  # noqa: ANN401  # raw JSON
-    """The same with `anyOf` and `oneOf` decided by the value's type, so that only the branch that was meant complains."""
+    """Replace `anyOf` and `oneOf` by choices on the value's type, so that errors only come from the intended branch."""
     if isinstance(schema, list):
         return [choose(item, definitions) for item in schema]
     if not isinstance(schema, dict):
@@ -345,7 +344,7 @@ def choose(schema: Any, definitions: Schema) -> Any:  # noqa: ANN401  # raw JSON
 
 
 def _by_type(branches: Sequence[Schema], definitions: Schema) -> Schema | None:
-    """One of several schemas by the type of the value, or None where types do not decide."""
+    """A schema that chooses a branch by the value's type, or None if types are not enough."""
     kinds = [_kinds(branch, definitions) for branch in branches]
     every = [kind for found in kinds for kind in found]
     if all(branch.keys() == {"type"} for branch in branches):
@@ -357,7 +356,7 @@ def _by_type(branches: Sequence[Schema], definitions: Schema) -> Schema | None:
         if branch.keys() == {"type"}:
             continue
         if len(branches) == 2 and ["null"] in kinds and branch.keys().isdisjoint({"$ref", "enum", "const"}):  # noqa: PLR2004
-            made = branch  # what else it says is about its own type
+            made = branch  # its other keywords ignore null
         else:
             step: Schema = {"if": {"type": found}, "then": branch}
             made = {**step, "else": made} if made else step
@@ -365,7 +364,7 @@ def _by_type(branches: Sequence[Schema], definitions: Schema) -> Schema | None:
 
 
 def _kinds(schema: Schema, definitions: Schema) -> list[str]:
-    """The types that a schema takes, none where it does not say."""
+    """The types that a schema accepts; empty if it has no type."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].removeprefix(REFERENCE)]
     kinds = schema.get("type", [])
@@ -386,31 +385,31 @@ def policies() -> Schema:
 
 
 def _on_routes(definitions: Schema) -> Schema:
-    """A bundle that comes with a route: its policies need no selector, because they are the route's."""
+    """A bundle of a route, whose policies need no selector."""
     spec = {**definitions["Spec"], "required": [key for key in definitions["Spec"]["required"] if key != "selector"]}
     renamed = {f"{REFERENCE}{name}": f"{REFERENCE}Route{name}" for name in ("Policy", "Spec")}
     made = {"RouteSpec": spec, "RoutePolicy": definitions["Policy"], "RouteBundle": definitions["Bundle"]}
-    return {name: _redirected(schema, renamed) for name, schema in made.items()}
+    return {name: _rename_references(schema, renamed) for name, schema in made.items()}
 
 
-def _redirected(schema: Any, renamed: Mapping[str, str]) -> Any:  # noqa: ANN401  # raw JSON
-    """The same with other references."""
+def _rename_references(schema: Any, renamed: Mapping[str, str]) -> Any:  # noqa: ANN401  # raw JSON
+    """Replace references."""
     if isinstance(schema, list):
-        return [_redirected(item, renamed) for item in schema]
+        return [_rename_references(item, renamed) for item in schema]
     if not isinstance(schema, dict):
         return renamed.get(schema, schema) if isinstance(schema, str) else schema
-    return {key: _redirected(item, renamed) for key, item in schema.items()}
+    return {key: _rename_references(item, renamed) for key, item in schema.items()}
 
 
 def _selector_rule(definitions: Schema) -> Schema:
-    """One of the keys that the loader takes for enough has to be there."""
+    """A selector needs one of the keys that are enough for the loader."""
     enough = [key for key in definitions["Selector"]["properties"] if not _complaints({"selector": {key: "/"}})]
     given = [_required([key], definitions["Selector"]) for key in enough]
     return {"properties": {"selector": {"anyOf": given}}}
 
 
 def _required(keys: Sequence[str], definition: Schema) -> Schema:
-    """All of these are there, and none is null, which is the same as nothing."""
+    """Require all of these keys, and values other than null."""
     kinds = {key: [kind for kind in _kinds(definition["properties"][key], {}) if kind != "null"] for key in keys}
     return {"required": [*keys], "properties": {key: {"type": found} for key, found in kinds.items()}}
 
@@ -419,7 +418,7 @@ SAMPLE = {"enabled": True, "window_seconds": 60, "threshold_identical_requests":
 
 
 def _required_rules(definitions: Schema) -> Iterator[Schema]:
-    """What an enabled detector needs, which is not the same for every similarity."""
+    """The keys that an enabled detector needs, by similarity."""
     for similarity in _similarities(definitions):
         sample = SAMPLE | {"similarity": similarity}
         needed = [key for key in SAMPLE if _loop_complaints({name: sample[name] for name in sample if name != key})]
@@ -430,7 +429,7 @@ def _required_rules(definitions: Schema) -> Iterator[Schema]:
 
 
 def _ownership_rules(definitions: Schema) -> Iterator[Schema]:
-    """Keys that mean something with some similarities only."""
+    """Keys that are valid for some similarities only."""
     default = definitions["LoopDetection"]["properties"]["similarity"]["default"]
     similarities = _similarities(definitions)
     for key, described in definitions["LoopDetection"]["properties"].items():
@@ -442,7 +441,7 @@ def _ownership_rules(definitions: Schema) -> Iterator[Schema]:
 
 
 def _log_rule() -> Schema:
-    """A window that remembers every request takes no high threshold."""
+    """A sliding log, which stores every request, limits the threshold."""
     log = {"enabled": {"const": True}, "window_type": {"const": "sliding_log"}}
     most = {"threshold_identical_requests": {"maximum": rules.MAX_LOG_THRESHOLD}}
     return {"if": {"properties": log, "required": [*log]}, "then": {"properties": most}}
@@ -488,7 +487,7 @@ def _leaves(values: Sequence[Value]) -> Iterator[Value]:
 
 def _row(name: str, default: object, words: str) -> str:
     shown = json.dumps(default)
-    shown = f"`{shown}`" if len(shown) <= 60 else "see values.yaml"  # noqa: PLR2004  # wider, and the table is no table
+    shown = f"`{shown}`" if len(shown) <= 60 else "see values.yaml"  # noqa: PLR2004  # wider cells break the table
     return f"| `{name}` | {shown} | {words.replace('|', '&#124;')} |"
 
 
@@ -496,11 +495,11 @@ def _row(name: str, default: object, words: str) -> str:
 
 
 _OPTIONS = read_options(EnvoyOptions, {"upstream": "upstream:1"})
-"""Their defaults; the templates put the chart's values in place of those that it has."""
+"""Default options; the templates insert the chart's values."""
 
 
 def keep_health(cluster: str) -> str:
-    """Of the cluster what finds out that a Loopguard hangs or is gone; the rest is a mesh's own."""
+    """The cluster's settings that detect a Loopguard that hangs or is gone; a mesh makes the others."""
     (loopguard,) = yaml.safe_load(cluster)
     kept = ("typed_extension_protocol_options", "health_checks", "outlier_detection", "common_lb_config")
     return yaml.safe_dump({key: loopguard[key] for key in kept}, sort_keys=False)
@@ -530,12 +529,12 @@ def skip_others() -> str:
 
 
 def generated(chart: Path = CHART) -> dict[Path, str]:
-    """Every generated file of a chart and what should stand in it."""
+    """All generated files of a chart, with their content."""
     values = read_values((chart / "values.yaml").read_text())
     schema = values_schema(values)
     readme = (chart / "README.md").read_text()
     if not TABLES.search(readme):
-        raise ChartError("README.md has no lines '<!-- values -->' and '<!-- end of values -->' to put the tables between")
+        raise ChartError("README.md lacks the lines '<!-- values -->' and '<!-- end of values -->' around the tables")
     made = tables(values, schema["definitions"])
     parts = write_shared_parts(_OPTIONS)
     parts["cluster"] = keep_health(parts["cluster"])

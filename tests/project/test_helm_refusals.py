@@ -86,7 +86,7 @@ PROBLEMS: list[tuple[Values, str]] = [
                 }
             ),
         ),
-        "policies.bundle: policy agents limits what comes of answers, and Loopguard is not told about them: set",
+        "policies.bundle: policy agents limits costs or errors, which Loopguard learns only from Envoy: set",
         "envoy.usage=exact (Envoy 1.38, Istio 1.30), or estimated.",
     ),
     row(

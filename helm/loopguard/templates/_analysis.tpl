@@ -1,8 +1,8 @@
 {{- /*
-What is asked about a canary, as JSON: name -> query, limit and the side of it that is good. Where there is too little to judge by,
-a query has no result at all, not a number: that is neither a success nor a failure.
+The queries about a canary, as JSON: name -> query, limit and its good side. With too few requests a query has no result, which is
+neither a success nor a failure.
 
-Takes root, and as they are to stand in the queries: policy, a regular expression; window; least, the fewest requests.
+Takes root, and as in the queries: policy, a regular expression; window; least, the minimum number of requests.
 */ -}}
 {{- define "loopguard.analysis" -}}
 {{- $on := printf "namespace=\"%s\",job=~\"%s(-canary)?\"" .root.Release.Namespace (include "loopguard.fullname" .root) -}}

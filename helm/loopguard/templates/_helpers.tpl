@@ -1,4 +1,4 @@
-{{/* Names, cut to what fits a DNS label with room for the longest suffix, `-canary-policies`. */}}
+{{/* Names, cut so that a DNS label has room for the longest suffix, `-canary-policies`. */}}
 {{- define "loopguard.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 47 | trimSuffix "-" -}}
 {{- end }}
@@ -13,7 +13,7 @@
 {{- default (.Values.serviceAccount.create | ternary (include "loopguard.fullname" .) "default") .Values.serviceAccount.name -}}
 {{- end }}
 
-{{/* What selects pods and Services: of the release, or with `component` of one track. Takes root and component. */}}
+{{/* Selector labels of the release, or with `component` of one track. Takes root and component. */}}
 {{- define "loopguard.selector" -}}
 app.kubernetes.io/name: {{ include "loopguard.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -93,9 +93,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 
 {{/*
-The ConfigMaps of a bundle: a list of their names, the files in them, and their JSON, as JSON; one unless the bundle is larger than
-a ConfigMap may be. Their names say how many there are, so that pods of before an upgrade keep theirs whole. `global_shadow` and
-the like apply to every file, kill switches are in the first. Takes bundle and name.
+The ConfigMaps of a bundle, as a JSON list of names, files and content; several if the bundle exceeds the size of a ConfigMap. Their
+names contain their number, so that pods from before an upgrade keep a complete set. Keys such as `global_shadow` are in every file,
+kill switches in the first. Takes bundle and name.
 */}}
 {{- define "loopguard.configMaps" -}}
 {{- $most := 900000 -}}
@@ -130,7 +130,7 @@ the like apply to every file, kill switches are in the first. Takes bundle and n
 {{- end -}}
 {{- end }}
 
-{{/* Where policies are mounted, separated by colons: the chart's own, and each team's. Takes root. */}}
+{{/* The mount paths of policies, separated by colons: the chart's own, and each team's. Takes root. */}}
 {{- define "loopguard.policyPaths" -}}
 {{- $paths := list "/etc/loopguard/policies" -}}
 {{- range .Values.policies.teams }}{{ $paths = append $paths (printf "/etc/loopguard/teams/%s" .configMap) }}{{ end -}}
@@ -184,7 +184,7 @@ the like apply to every file, kill switches are in the first. Takes bundle and n
 {{- $url -}}
 {{- end }}
 
-{{/* The longest hold of any throttle in a bundle, in milliseconds, and the policy that has it, as JSON. Takes the bundle. */}}
+{{/* The longest hold of a throttle in a bundle, in milliseconds, and its policy, as JSON. Takes the bundle. */}}
 {{- define "loopguard.longestHold" -}}
 {{- $longest := dict "policy" "" "milliseconds" 0 -}}
 {{- range $policy := .policies -}}
@@ -200,7 +200,7 @@ the like apply to every file, kill switches are in the first. Takes bundle and n
 {{- toJson $longest -}}
 {{- end }}
 
-{{/* How the kubelet asks whether a pod serves. Its gRPC probes speak no TLS; /readyz says the same. */}}
+{{/* The kubelet's probe. Its gRPC probes do not support TLS; /readyz is equivalent. */}}
 {{- define "loopguard.readiness" -}}
 {{- if .Values.tls.existingSecret -}}
 httpGet:
@@ -212,7 +212,7 @@ grpc:
 {{- end -}}
 {{- end }}
 
-{{/* What Loopguard's certificate is made out to. */}}
+{{/* The name in Loopguard's certificate. */}}
 {{- define "loopguard.serverName" -}}
 {{- default (printf "%s.%s.svc" (include "loopguard.fullname" .) .Release.Namespace) .Values.tls.serverName -}}
 {{- end }}

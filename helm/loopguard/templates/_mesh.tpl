@@ -1,12 +1,12 @@
-{{/* The cluster by which Istio's Envoys know a track. Takes root and track. */}}
+{{/* The host of a track in Istio's clusters. Takes root and track. */}}
 {{- define "loopguard.istioHost" -}}
 {{ .track.name }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.istio.clusterDomain }}
 {{- end }}
 
 {{/*
-The filters that are put into Istio's Envoys, as JSON: each with its name, which no other release has and by which routes turn it on,
-its track, its attachment scope and whether it only looks on. A canary in shadow stands before the stable filter, and so sees what that one refuses. One that acts is not attached: a filter
-cannot give it a share of the traffic. Takes root.
+The filters for Istio's Envoys, as JSON: a unique name that routes use to turn it on, the track, the attachment scope, and whether it
+only observes. A shadow canary comes before the stable filter, so that it also sees requests that this one refuses. An acting canary
+is not attached, because a filter cannot give it a share of the traffic. Takes root.
 */}}
 {{- define "loopguard.filters" -}}
 {{- $filters := list -}}
@@ -22,7 +22,7 @@ cannot give it a share of the traffic. Takes root.
 {{- toJson $filters -}}
 {{- end }}
 
-{{/* What a filter shows of a request that is guarded, as YAML. Takes root, filter and the route's bodyMode. */}}
+{{/* The processing mode of a guarded route, as YAML. Takes root, filter and the route's bodyMode. */}}
 {{- define "loopguard.processingMode" -}}
 {{- $envoy := .root.Values.envoy -}}
 {{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
@@ -30,12 +30,11 @@ cannot give it a share of the traffic. Takes root.
 request_header_mode: SEND
 request_body_mode: {{ .filter.observes | ternary "STREAMED" ($partial | ternary "BUFFERED_PARTIAL" "BUFFERED") }}
 request_trailer_mode: SEND
-response_header_mode: {{ .filter.observes | ternary "SKIP" "SEND" }} # of what Envoy itself answers to a body: so a 413 is told
+response_header_mode: {{ .filter.observes | ternary "SKIP" "SEND" }} # so that Loopguard learns of a 413 by Envoy
 {{- end }}
 
 {{/*
-What a filter does on a route that is guarded, as YAML; it takes the place of all of the filter's own processing mode. Takes root,
-filter and route.
+The filter's settings on a guarded route, as YAML, which replace its own processing mode. Takes root, filter and route.
 */}}
 {{- define "loopguard.perRoute" -}}
 "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute
@@ -47,9 +46,9 @@ overrides:
 {{- end }}
 
 {{/*
-An ext_proc filter. Where routes are named, it shows nothing until one of them says what. It is not `disabled`: Envoy sets up a
-request's filters by the first route that it finds, and one that verified claims or another filter choose later could not turn it on.
-Where none is named, it shows the requests of model APIs, on whatever route. Takes root and filter.
+An ext_proc filter. With named routes, it sends nothing by default. It is not `disabled`: Envoy sets up a request's filters by the
+first route that it finds, so a route that is chosen later, by claims or another filter, could not turn it on. Without named routes,
+it sends requests to model APIs, on any route. Takes root and filter.
 */}}
 {{- define "loopguard.httpFilter" -}}
 name: {{ .filter.name }}
@@ -75,10 +74,10 @@ stat_prefix: {{ .filter.name }}
 grpc_service:
   envoy_grpc:
     cluster_name: outbound|50051||{{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
-    # Otherwise it would be the cluster's name, and a host with `|` in it is one that no HTTP/2 server takes: Loopguard's own
-    # sidecar would refuse the stream.
+    # The default is the cluster's name, whose `|` is invalid in an HTTP/2 authority: Loopguard's sidecar would refuse the
+    # stream.
     authority: {{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
-  retry_policy: # a pod that has died costs no request anything: another is asked
+  retry_policy: # if a pod has died, another one answers
     retry_on: connect-failure,refused-stream,reset
     num_retries: 2
     retry_back_off: {base_interval: 0.001s, max_interval: 0.01s}
@@ -89,7 +88,7 @@ grpc_service:
     host_selection_retry_max_attempts: 10
   {{- $metadata := list }}
   {{- with .filter.scope }}{{ $metadata = append $metadata (dict "key" "x-loopguard-scope" "value" .) }}{{ end }}
-  {{- /* It tells a body that was cut off at the buffer limit from one that ends in trailers. */}}
+  {{- /* Loopguard needs the limit to recognize a body that was cut off there. */}}
   {{- if and $tolerant (not .filter.observes) }}{{ $metadata = append $metadata (dict "key" "x-loopguard-buffer-limit" "value" (int $envoy.bufferLimitBytes | toString)) }}{{ end }}
   {{- with $metadata }}
   initial_metadata: {{ toJson . }}
@@ -101,7 +100,7 @@ processing_mode: {{- include "loopguard.processingMode" . | nindent 2 }}
 {{- end }}
 {{- if .filter.observes }}
 observability_mode: true
-failure_mode_allow: true # otherwise requests would fail while Loopguard is away
+failure_mode_allow: true # otherwise requests would fail while Loopguard is down
 deferred_close_timeout: 5s
 {{- else }}
 {{- if $tolerant }}
@@ -125,9 +124,9 @@ metadata_options:
 {{- end }}
 
 {{/*
-What finds out that one of a track's pods hangs or is gone, as a patch of its cluster: the same as in what `envoy-config` prints. A
-DestinationRule has neither pings of HTTP/2 nor health checks, and its outlier detection would also have requests stay in a zone.
-In ambient mode the mesh may lead a health check elsewhere than a request, so that AUTO has none. Takes root and track.
+A patch of a track's cluster that detects pods that hang or are gone, as `envoy-config` prints it. A DestinationRule has neither
+HTTP/2 pings nor health checks, and its outlier detection would also keep requests in a zone. In ambient mode the mesh may route
+health checks and requests differently, so AUTO has none. Takes root and track.
 */}}
 {{- define "loopguard.health" -}}
 {{- $health := .root.Files.Get "envoy/cluster.yaml" | fromYaml -}}
@@ -140,13 +139,13 @@ In ambient mode the mesh may lead a health check elsewhere than a request, so th
 {{- toYaml $health -}}
 {{- end }}
 
-{{/* What shows clients the warning, as YAML: without one the value is empty, and no header is added. */}}
+{{/* The header that shows clients a warning, as YAML; not added if there is none. */}}
 {{- define "loopguard.warning" -}}
 - header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopguard:warning)%"}
   append_action: OVERWRITE_IF_EXISTS_OR_ADD
 {{- end }}
 
-{{/* The access log that tells the stable track how requests end. Takes root. */}}
+{{/* The access log that reports to the stable track how requests end. Takes root. */}}
 {{- define "loopguard.entries" -}}
 {{- $stable := include "loopguard.tracks" . | fromJsonArray | last -}}
 {{- range $track := include "loopguard.tracks" . | fromJsonArray }}{{ if eq $track.component "stable" }}{{ $stable = $track }}{{ end }}{{ end -}}
@@ -155,7 +154,7 @@ In ambient mode the mesh may lead a health check elsewhere than a request, so th
 {{- .Files.Get "envoy/entries.yaml" | replace "{envoy_grpc: {cluster_name: loopguard}}" $service -}}
 {{- end }}
 
-{{/* The filters that read tokens in answers, where Loopguard has said that a request counts for a session, as YAML. Takes root. */}}
+{{/* The filters that read tokens in answers, for requests of a session, as YAML. Takes root. */}}
 {{- define "loopguard.usageFilters" -}}
 {{- $filters := list -}}
 {{- if and (eq .Values.envoy.usage "exact") (ne .Values.envoy.shadowMode "observability") -}}
@@ -169,21 +168,21 @@ In ambient mode the mesh may lead a health check elsewhere than a request, so th
 {{- toYaml $filters -}}
 {{- end }}
 
-{{/* The EnvoyFilter's name, which no release of another namespace has where both put one. Takes root. */}}
+{{/* The EnvoyFilter's name, unique among releases that share its namespace. Takes root. */}}
 {{- define "loopguard.envoyFilterName" -}}
 {{- $name := include "loopguard.fullname" . -}}
 {{- $there := default .Release.Namespace .Values.istio.namespace -}}
 {{- eq $there .Release.Namespace | ternary $name (printf "%s-%s" .Release.Namespace $name) -}}
 {{- end }}
 
-{{/* What the routes say of bodies, as JSON; empty where nothing. Takes root. */}}
+{{/* The body modes of the routes, as JSON; empty for the default. Takes root. */}}
 {{- define "loopguard.routeBodyModes" -}}
 {{- $found := list -}}
 {{- range .Values.istio.routes }}{{ $found = append $found (default "" .bodyMode) }}{{ end -}}
 {{- toJson $found -}}
 {{- end }}
 
-{{/* Whether routes have bundles of their own, one truth for each, as JSON. Takes root. */}}
+{{/* Whether each route has its own bundle, as a JSON list. Takes root. */}}
 {{- define "loopguard.hasRouteBundles" -}}
 {{- $found := list -}}
 {{- range .Values.istio.routes }}{{ $found = append $found (not (empty .bundle)) }}{{ end -}}
@@ -191,9 +190,9 @@ In ambient mode the mesh may lead a health check elsewhere than a request, so th
 {{- end }}
 
 {{/*
-Envoy Gateway's messageTimeout: it has no maxMessageTimeout, so the longest throttle has to fit into that of every
-message. In shadow mode nothing is held; policies that Helm cannot see may hold as long as they may. A Gateway API duration has no more than five digits for a unit,
-so that whole seconds are told as such. Takes root.
+Envoy Gateway's messageTimeout. There is no maxMessageTimeout, so it must include the longest throttle. In shadow mode nothing is
+held; for policies that Helm cannot see, it is the maximum. A Gateway API duration has at most five digits per unit, so whole seconds
+are written as seconds. Takes root.
 */}}
 {{- define "loopguard.wholeTimeout" -}}
 {{- $needed := mul 1000 .Values.envoy.maxMessageTimeoutSeconds -}}
@@ -206,8 +205,8 @@ so that whole seconds are told as such. Takes root.
 {{- end }}
 
 {{/*
-Labels and annotations with which Istio gives Loopguard's own pods a sidecar, as JSON: one that stays as long as the process drains,
-and that Prometheus scrapes past, as it has no mesh certificate. The version is by what Istio's telemetry tells workloads apart. Takes root.
+Labels and annotations that give Loopguard's pods an Istio sidecar, as JSON. It stays until the process has drained, and does not
+intercept Prometheus, which has no mesh certificate. Istio's telemetry needs the version. Takes root.
 */}}
 {{- define "loopguard.sidecar" -}}
 {{- $made := dict "labels" dict "annotations" dict -}}
