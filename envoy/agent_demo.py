@@ -1,6 +1,6 @@
-"""What `make demo-agent` runs: agents on the real SDKs, through the real Envoy and Loopguard, against a model that loops.
+"""`make demo-agent`: agents on the real SDKs, through the real Envoy and Loopguard, against a model that loops.
 
-Every scene declares how it must end. The exit code is 0 if all end that way, 1 otherwise, and 130 after Ctrl-C.
+Each scene declares its expected ending. Exit code: 0 if all scenes end as expected, else 1; 130 after Ctrl-C.
 """  # noqa: INP001  # a script beside its data, not a package
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from extproc.errors import LoopguardError
 
 _POLICY = Path(__file__).parent / "agent_policy.json"
 _MORE = 5
-"""Turns that an agent can take after it should have been stopped."""
+"""Maximum number of turns after the expected end."""
 
 _CALL_WIDTH, _RESULT_WIDTH, _TEXT_WIDTH = 36, 48, 96
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = "1", "2", "31", "32", "33"
@@ -54,17 +54,17 @@ examples:
 
 @dataclass(frozen=True)
 class Scene:
-    """An agent, what the model asks for, and how the scene must end.
+    """An agent, the model's answers, and the expected ending.
 
     Attributes:
-        name: for `--scene`.
-        agent: the loop, by its SDK.
-        script: what the model asks for.
-        turns: number of the model's answers that the agent gets.
-        refused: the request after them is refused; otherwise the agent comes to its end.
-        path: before the `/v1` of the API.
-        detour: what the model asks for once it has read a note of the gateway's; None if it ignores notes.
-        landing: its final answer, when a note asks for one; empty for a model that gives none.
+        name: the name for `--scene`.
+        agent: the agent's loop, from `tool_agents`.
+        script: the model's answers.
+        turns: expected number of answers.
+        refused: whether the next request is refused; otherwise the agent finishes.
+        path: the path before the API's `/v1`.
+        detour: the model's answers after a note from the gateway; None for a model that ignores notes.
+        landing: the final answer when a note requests one; empty for a model that gives none.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a scene ended: the model's answers that the agent got, what stopped it, and requests sent and forwarded."""
+    """How a scene ended: turns, refusal, and the numbers of requests sent and forwarded."""
 
     turns: int
     refusal: Refusal | None
@@ -90,13 +90,13 @@ class Ending:
     asked: int
 
     def __str__(self) -> str:
-        """In a few words."""
+        """A short description."""
         how = "refused" if self.refusal else "not refused"
         return f"{how} after {self.turns} turns; {self.sent} requests sent, {self.asked} reached the model"
 
 
-def _wanted(scene: Scene) -> str:
-    """What `Ending` says when all went as expected: a refused request is sent once, as the SDKs do not retry it."""
+def _describe_expected(scene: Scene) -> str:
+    """The expected description. The SDKs do not retry a refused request, so it is sent once."""
     how = "refused" if scene.refused else "not refused"
     return f"{how} after {scene.turns} turns; {scene.turns + scene.refused} requests sent, {scene.turns} reached the model"
 
@@ -120,7 +120,7 @@ def _scenes() -> list[Scene]:
             "An agent that repeats a failing call: the model reads the note, and finishes (openai SDK, chat completions)",
             chat_agent,
             ["Why does the app not start?"],
-            {"read_file": _saying("error: no such file"), "ask_operator": _saying("restored from the backup")},
+            {"read_file": _make_tool("error: no such file"), "ask_operator": _make_tool("restored from the backup")},
             lambda _: [read],
             turns=5,
             refused=False,
@@ -132,7 +132,7 @@ def _scenes() -> list[Scene]:
             "A stuck agent that words each thought differently (openai SDK, chat)",
             chat_agent,
             ["Deploy build 4711."],
-            {"deploy": _saying("error: build 4711 is not signed")},
+            {"deploy": _make_tool("error: build 4711 is not signed")},
             lambda _: [deploy],
             turns=3,
         ),
@@ -142,10 +142,10 @@ def _scenes() -> list[Scene]:
             chat_agent,
             ["Tell me when build 4711 is done.", "Any warnings in its log?", "Then fix the tests."],
             {
-                "check_build": _saying("running, 25 %", "running, 50 %", "running, 75 %", "failed"),
-                "read_log": _saying("no warnings"),
-                "edit_file": _saying("ok"),
-                "run_tests": _saying("3 failed"),
+                "check_build": _make_tool("running, 25 %", "running, 50 %", "running, 75 %", "failed"),
+                "read_log": _make_tool("no warnings"),
+                "edit_file": _make_tool("ok"),
+                "run_tests": _make_tool("3 failed"),
             },
             lambda number: item if isinstance(item := progress[number], str) else [item],
             turns=len(progress),
@@ -156,7 +156,7 @@ def _scenes() -> list[Scene]:
             "An agent that repeats a search without results (openai SDK, responses)",
             responses_agent,
             ["What is our refund policy?"],
-            {"search_docs": _saying("no results")},
+            {"search_docs": _make_tool("no results")},
             lambda _: [search],
             turns=3,
         ),
@@ -165,7 +165,7 @@ def _scenes() -> list[Scene]:
             "An agent that repeats a call that fails (anthropic SDK, messages)",
             messages_agent,
             ["Why does the app not start?"],
-            {"read_file": _saying("error: permission denied")},
+            {"read_file": _make_tool("error: permission denied")},
             lambda _: [read],
             turns=3,
         ),
@@ -174,7 +174,7 @@ def _scenes() -> list[Scene]:
             "A stuck agent whose history is on the server, recognized by its session (openai SDK, responses)",
             stored_agent,
             ["What is our refund policy?"],
-            {"search_docs": _saying("no results")},
+            {"search_docs": _make_tool("no results")},
             lambda _: [search],
             turns=3,
         ),
@@ -184,11 +184,11 @@ def _scenes() -> list[Scene]:
             messages_agent,
             ["Work on the open tickets."],
             {
-                "list_tickets": _saying("#7 is unassigned"),
-                "open_ticket": _saying("#7: printer on fire"),
-                "find_user": _saying("ann"),
-                "assign_ticket": _saying("error: ann is away"),
-                "add_note": _saying("ok"),
+                "list_tickets": _make_tool("#7 is unassigned"),
+                "open_ticket": _make_tool("#7: printer on fire"),
+                "find_user": _make_tool("ann"),
+                "assign_ticket": _make_tool("error: ann is away"),
+                "add_note": _make_tool("ok"),
             },
             lambda number: [rounds[number % 5]],
             turns=10,
@@ -198,7 +198,7 @@ def _scenes() -> list[Scene]:
             "The first agent with a model that ignores notes: in the end, it has to answer without tools (openai SDK, chat)",
             chat_agent,
             ["Why does the app not start?"],
-            {"read_file": _saying("error: no such file")},
+            {"read_file": _make_tool("error: no such file")},
             lambda _: [read],
             turns=6,
             refused=False,
@@ -208,14 +208,14 @@ def _scenes() -> list[Scene]:
     ]
 
 
-def _saying(*results: str) -> Callable[..., str]:
-    """A tool that gives these results one after the other, and from then on the last."""
+def _make_tool(*results: str) -> Callable[..., str]:
+    """Make a tool that returns these results one by one, then repeats the last."""
     left = list(results)
     return lambda **_: left.pop(0) if len(left) > 1 else left[0]
 
 
 class Screen:
-    """Where the timelines are shown."""
+    """Prints the timelines."""
 
     def __init__(self, stream: TextIO) -> None:
         """Use colors on a terminal, unless NO_COLOR is set."""
@@ -223,25 +223,25 @@ class Screen:
         self._colours = stream.isatty() and not os.environ.get("NO_COLOR")
 
     def write(self, text: str = "", colour: str = "") -> None:
-        """A line."""
+        """Print a line."""
         painted = f"\x1b[{colour}m{text}\x1b[0m" if colour and self._colours else text
         self._stream.write(painted + "\n")
         self._stream.flush()
 
     def turn(self, number: int, turn: Turn) -> None:
-        """What was called with what result, or what the model said in the end."""
+        """Print a turn: its calls and their results, or the final answer."""
         for place, step in enumerate(turn.steps):
             self.write(_row("" if place else str(number), _call(step), _short(step.result, _RESULT_WIDTH)))
         if not turn.steps:
             self.write(_row(str(number), "(answers)", _short(turn.text, _RESULT_WIDTH)))
 
     def note(self, note: str) -> None:
-        """What the model reads behind the newest result."""
+        """Print the gateway's note, which follows the newest result."""
         for line in textwrap.wrap(note, _TEXT_WIDTH):
             self.write(_row("", line, ""), _YELLOW)
 
     def refusal(self, number: int, refusal: Refusal) -> None:
-        """What the SDK raised, and what a model would read."""
+        """Print the SDK's exception and the message for the model."""
         raised = f"{type(refusal).__module__.partition('.')[0]}.{type(refusal).__name__}, status {refusal.status_code}"
         self.write(_row(str(number), "REFUSED", raised), _RED)
         for line in textwrap.wrap(message_of(refusal), _TEXT_WIDTH):
@@ -291,7 +291,7 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
 
 
 async def _show(policy: str, scenes: Sequence[Scene], screen: Screen) -> bool:
-    """Start everything, run the scenes, stop everything; returns whether all ended as expected."""
+    """Start everything, run the scenes, and stop everything; returns whether all ended as expected."""
     with fake_model() as model:
         ports = {**free_ports(dict.fromkeys(PORTS, 0)), "upstream_port": model.port}
         async with guarded(policy, ports, quiet=True) as children:
@@ -301,10 +301,10 @@ async def _show(policy: str, scenes: Sequence[Scene], screen: Screen) -> bool:
     return _summary(scenes, endings, screen)
 
 
-async def _play(  # noqa: PLR0913  # the scene, and all that it takes place among
+async def _play(  # noqa: PLR0913  # the scene and everything it uses
     scene: Scene, number: int, model: FakeModel, ports: Mapping[str, int], children: Sequence[Child], screen: Screen
 ) -> Ending:
-    """Run a scene and show it turn by turn; raises DemoError if it cannot be played to its end."""
+    """Run a scene and print each turn; raises DemoError if it fails."""
     import anthropic
     import openai
 
@@ -316,7 +316,7 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
         model.detours[user] = scene.detour
     if scene.landing:
         model.landings[user] = scene.landing
-    before = _requests(ports)
+    before = _count_requests(ports)
     tasks = iter(scene.tasks)
     turns, refusal, answered = 0, None, True
     url = f"http://{HERE}:{ports['port']}{scene.path}"
@@ -340,13 +340,13 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
         for child in children:
             child.check()
         raise DemoError(f"scene {scene.name}: {type(error).__name__}: {error}") from error
-    ending = Ending(turns, refusal, _requests(ports) - before, model.asked[user])
+    ending = Ending(turns, refusal, _count_requests(ports) - before, model.asked[user])
     _verdict(scene, ending, screen)
     return ending
 
 
-def _requests(ports: Mapping[str, int]) -> int:
-    """How many requests have come to Envoy."""
+def _count_requests(ports: Mapping[str, int]) -> int:
+    """The number of requests that Envoy has received."""
     connection = http.client.HTTPConnection(HERE, ports["envoy_admin_port"], timeout=60)
     try:
         connection.request("GET", "/stats?filter=^http.ingress.downstream_rq_total$")
@@ -357,18 +357,18 @@ def _requests(ports: Mapping[str, int]) -> int:
 
 def _verdict(scene: Scene, ending: Ending, screen: Screen) -> None:
     screen.write()
-    if str(ending) == _wanted(scene):
+    if str(ending) == _describe_expected(scene):
         screen.write(f"  as expected: {ending}", _GREEN)
     else:
         screen.write(f"  NOT as expected: {ending}", _RED)
-        screen.write(f"  expected:        {_wanted(scene)}", _RED)
+        screen.write(f"  expected:        {_describe_expected(scene)}", _RED)
 
 
 def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen) -> bool:
     screen.write("\nSummary\n", _BOLD)
     good = 0
     for scene, ending in zip(scenes, endings, strict=True):
-        well = str(ending) == _wanted(scene)
+        well = str(ending) == _describe_expected(scene)
         good += well
         screen.write(f"  {'ok ' if well else 'BAD'}  {scene.name:<10}  {ending}", _GREEN if well else _RED)
     screen.write(f"\n{good} of {len(scenes)} scenes ended as expected.", _GREEN if good == len(scenes) else _RED)

@@ -1,7 +1,7 @@
-"""What `make run` starts: a sample upstream, Loopguard and the real Envoy in front of both, with lines to try.
+"""`make run`: starts a sample upstream, Loopguard and the real Envoy, and prints commands to try.
 
-The upstream runs in a thread of this process, the other two are children of it. Whatever ends this process in an orderly way
-(Ctrl-C, SIGTERM, a closed terminal, a child that died) ends the children first. `agent_demo.py` starts its parts from here.
+The upstream runs in a thread of this process; Loopguard and Envoy are child processes. They are stopped before this process
+exits, on Ctrl-C, SIGTERM, a closed terminal, or the end of a child. `agent_demo.py` uses these functions, too.
 """  # noqa: INP001  # a script beside its data, not a package
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ HERE = "127.0.0.1"
 _POLICY = Path(__file__).parent / "policy.json"
 
 _PATIENCE = 60.0
-"""Seconds that a child may take to become ready, on a machine that is busy with something else."""
+"""Time for a child to become ready, in seconds, on a busy machine."""
 
 _GRACE = 5.0
-"""Seconds that a child may take to end before it is killed."""
+"""Time for a child to exit before it is killed, in seconds."""
 
 PORTS = {  # flag: default, whose it is
     "port": (10_000, "Envoy"),
@@ -99,11 +99,11 @@ class DemoError(LoopguardError):
 
 @dataclass(frozen=True)
 class Child:
-    """A process of ours.
+    """A child process.
 
     Attributes:
-        farewell: the signal that ends it soonest without a trace.
-        log: where its output went; None when that is on the terminal already.
+        farewell: the signal that stops it fastest without an error message.
+        log: the file with its output; None for the terminal.
     """
 
     name: str
@@ -112,13 +112,13 @@ class Child:
     log: Path | None = None
 
     def check(self) -> None:
-        """Raise DemoError when it has ended."""
+        """Raise DemoError if it has exited."""
         if self.process.returncode is not None:
             lines = self.log.read_text(errors="replace").splitlines()[-10:] if self.log else ["its log is above"]
             raise DemoError("\n  ".join([f"{self.name} ended with exit code {self.process.returncode}:", *lines]))
 
     async def stop(self) -> None:
-        """End it, at the latest after `_GRACE` seconds."""
+        """Stop it; kill it after `_GRACE` seconds."""
         if self.process.returncode is None:
             self.process.send_signal(self.farewell)
         try:
@@ -129,7 +129,7 @@ class Child:
 
 
 class Upstream(BaseHTTPRequestHandler):
-    """Answers every request with what reached it, so that headers added on the way can be seen."""
+    """Answers each request with the request itself, which shows headers that were added on the way."""
 
     protocol_version = "HTTP/1.1"
 
@@ -147,11 +147,11 @@ class Upstream(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _echo  # noqa: N815  # the base class's names
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-        """Say nothing: the log to read is Loopguard's."""
+        """Log nothing: Loopguard's log is on the terminal."""
 
 
 def read_body(request: BaseHTTPRequestHandler) -> bytes:
-    """Take the body off the connection, or the next request would begin in it."""
+    """Read the body, so that the next request begins after it."""
     if request.headers.get("transfer-encoding", "").lower() != "chunked":
         return request.rfile.read(int(request.headers.get("content-length") or 0))
     chunks = []
@@ -165,7 +165,7 @@ def read_body(request: BaseHTTPRequestHandler) -> bytes:
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[int]:
-    """An HTTP server in threads of this process; yields its port, which is any free one for 0."""
+    """Run an HTTP server in threads of this process; yields its port, which is a free one for 0."""
     server = ThreadingHTTPServer((HERE, port), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
@@ -208,7 +208,7 @@ def _name(flag: str) -> str:
 
 
 def _bind(claim: socket.socket, port: int) -> None:
-    """Take a port; for 0, one that the system gives to no outgoing connection before a server can listen on it."""
+    """Bind a port; for 0, one outside the range of outgoing connections, which could take it before the server listens."""
     chosen = [port] if port else random.sample(range(20_000, 32_000), 20)
     for number in chosen[:-1]:
         with suppress(OSError):
@@ -218,9 +218,9 @@ def _bind(claim: socket.socket, port: int) -> None:
 
 
 def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Choose a port where 0 is wanted; raises DemoError if ports are taken, with all of them."""
+    """Replace 0 by free ports; raises DemoError that lists all ports in use."""
     found, taken, flags = {}, [], []
-    with ExitStack() as claims:  # all are held until the last is chosen, so none is chosen twice
+    with ExitStack() as claims:  # all stay bound until the last is chosen, so that none is chosen twice
         for flag, port in wanted.items():
             claim = claims.enter_context(socket.socket())
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -239,17 +239,17 @@ def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 async def until_told(work: Coroutine[Any, Any, T]) -> T | None:
-    """Work until it is done, or until a signal, which gives None; raises LoopguardError if a process fails."""
+    """Run `work` to its end, or until a signal, for which it returns None; raises LoopguardError if a process fails."""
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, lambda: task.cancelling() or task.cancel())  # a second one must not disturb the first
+        loop.add_signal_handler(number, lambda: task.cancelling() or task.cancel())  # ignore a second signal
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 
 
 async def _demo(policy: str, ports: Mapping[str, int]) -> None:
-    """Start everything, show it, and wait for the first child to end."""
+    """Start everything, print the screen, and wait until a child exits."""
     with serving(Upstream, ports["upstream_port"]):
         async with guarded(policy, ports) as (loopguard, envoy):
             sys.stdout.write(_screen(policy, ports, loopguard, envoy) + "\n")
@@ -262,10 +262,9 @@ async def _demo(policy: str, ports: Mapping[str, int]) -> None:
 
 @asynccontextmanager
 async def guarded(policy: str, ports: Mapping[str, int], *, quiet: bool = False) -> AsyncIterator[tuple[Child, Child]]:
-    """Loopguard and Envoy in front of what listens on the upstream's port; both are stopped at the end.
+    """Run Loopguard and Envoy in front of the upstream's port; raises LoopguardError if one does not start.
 
-    `ports` are those that `free_ports` gives. With `quiet`, Loopguard's log goes to a file. Raises LoopguardError if one does
-    not start.
+    `ports` come from `free_ports`. With `quiet`, Loopguard logs to a file.
     """
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="loopguard-demo-") as name:
@@ -280,7 +279,7 @@ async def guarded(policy: str, ports: Mapping[str, int], *, quiet: bool = False)
 
 
 def _screen(policy: str, ports: Mapping[str, int], loopguard: Child, envoy: Child) -> str:
-    """What runs where, and lines to try that fit the policies."""
+    """The addresses, and commands to try that suit the policies."""
     known = {"here": HERE, "policy": policy, **ports}
     lines = _SAMPLE_LINES if Path(policy).resolve() == _POLICY.resolve() else _OTHER_LINES
     return _SCREEN.format(
@@ -298,7 +297,7 @@ async def _start_loopguard(policy: str, ports: Mapping[str, int], log: Path | No
     flags += ["--admin", f"{HERE}:{ports['loopguard_admin_port']}"]
     process = await _spawn(sys.executable, "-P", "-m", "extproc.cli", "serve", *flags, "--drain-timeout", "1", output=log)
     children.append(Child("Loopguard", process, signal.SIGINT, log))
-    await _until(lambda: _answers(ports["loopguard_admin_port"], "/readyz"), children)
+    await _wait_until_ready(lambda: _answers(ports["loopguard_admin_port"], "/readyz"), children)
     return children[-1]
 
 
@@ -311,19 +310,19 @@ async def _start_envoy(policy: str, ports: Mapping[str, int], folder: Path, chil
     )
     config, log = folder / "bootstrap.yaml", folder / "envoy.log"
     text = render_bootstrap(load([policy], datetime.now(UTC)), options)
-    # A loop must not pass because the machine is busy: Envoy goes on without Loopguard after 10 s, in place of 0.2 s.
+    # On a busy machine a loop must not pass because of a timeout: wait 10 s for Loopguard, not 0.2 s.
     text = text.replace("message_timeout: 0.2s", "message_timeout: 10s", 1).replace("timeout: 0.15s", "timeout: 10s", 1)
     config.write_text(text, encoding="utf-8")
-    # Without hot restart, several can run on one machine; two workers are plenty.
+    # Several Envoys can run on one machine without hot restart. Two workers are enough.
     flags = ["-c", str(config), "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning"]
     process = await _spawn(_envoy(), *flags, output=log)
     children.append(Child("Envoy", process, signal.SIGTERM, log))
-    await _until(lambda: _answers(ports["envoy_admin_port"], "/ready") and _listens(ports["port"]), children)
+    await _wait_until_ready(lambda: _answers(ports["envoy_admin_port"], "/ready") and _listens(ports["port"]), children)
     return children[-1]
 
 
 def _envoy() -> str:
-    """The `envoy` command, at best the one that is installed beside this Python."""
+    """The `envoy` command, preferably that of this Python environment."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which("envoy", path=places)
     if found is None:
@@ -332,7 +331,7 @@ def _envoy() -> str:
 
 
 async def _spawn(*command: str, output: Path | None) -> asyncio.subprocess.Process:
-    """Start a child in a process group of its own: Ctrl-C reaches this process alone, which ends the others in order."""
+    """Start a child in its own process group, so that Ctrl-C only reaches this process, which stops the others."""
     with ExitStack() as opened:
         target = opened.enter_context(output.open("wb")) if output else None
         return await asyncio.create_subprocess_exec(
@@ -340,8 +339,8 @@ async def _spawn(*command: str, output: Path | None) -> asyncio.subprocess.Proce
         )
 
 
-async def _until(probe: Callable[[], bool], children: Sequence[Child]) -> None:
-    """Poll until the youngest child is ready; raises DemoError if a child ends, or time is up."""
+async def _wait_until_ready(probe: Callable[[], bool], children: Sequence[Child]) -> None:
+    """Wait until the newest child is ready; raises DemoError if a child exits, or after a timeout."""
     try:
         async with asyncio.timeout(_PATIENCE):
             while not await asyncio.to_thread(probe):
@@ -353,7 +352,7 @@ async def _until(probe: Callable[[], bool], children: Sequence[Child]) -> None:
 
 
 def _answers(port: int, path: str) -> bool:
-    """Whether a page is there and says OK."""
+    """Whether a GET of the page returns 200."""
     connection = http.client.HTTPConnection(HERE, port, timeout=1)
     try:
         connection.request("GET", path)

@@ -1,8 +1,8 @@
-"""A model that does as it is told: an HTTP upstream which answers as the APIs of the field do, from a script.
+"""A scripted model: an HTTP upstream that answers in the formats of real APIs.
 
-Six shapes of one answer: a chat completion, a response, a message, and those of Gemini, Bedrock and Ollama. As with real ones,
-ids are new each time, arguments are spaced as they come, and what is said around a call is never the same twice. It reads what
-it is sent as far as a note of the gateway's is in it: then another script may go on.
+It has six formats: OpenAI's chat completions and Responses, Anthropic's messages, Gemini, Bedrock and Ollama. As with real
+models, ids are new in each answer, and the spaces in arguments and the words around a call vary. Of a request it only reads the
+gateway's note, which can switch to another script.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from extproc.request.notes import END, OPENING
 
 NAME = "fake-model-1"
 USER = "x-user-id"
-"""The header that says who asks, and so which script is played; without it, the API key does."""
+"""The header with the user, which selects the script; without it, the API key does."""
 
 _KEY = re.compile(r"(?:Bearer |.*Credential=)?([^/,]+)")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool that the model asks for."""
+    """A tool call."""
 
     tool: str
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -42,26 +42,26 @@ class Call:
 _NOTE = re.compile(rf"{re.escape(OPENING)}.*?{re.escape(END)}".encode())
 
 Answer: TypeAlias = Sequence[Call] | str
-"""Of one turn: tools to call, several at once if need be, or text, which ends the task."""
+"""The answer of a turn: one or more tool calls, or text, which ends the task."""
 
 Script: TypeAlias = Callable[[int], Answer]
-"""From the number of a user's request, the first being 0, to its answer."""
+"""Returns the answer to a user's request by its number, from 0."""
 
 
 class FakeModel:
-    """What the upstream knows.
+    """The state of the upstream.
 
     Attributes:
-        scripts: by user.
-        detours: by user: the script that goes on, from its own start, where a request has a note of the gateway's in it.
-        landings: by user: the final answer, where a note of the gateway's asks for one.
-        bodies: of the newest request of each user.
-        asked: this many requests of each user came as far as here.
-        port: where it listens.
+        scripts: each user's script.
+        detours: each user's script after a note from the gateway, from its start.
+        landings: each user's final answer, when a note requests one.
+        bodies: the body of each user's newest request.
+        asked: number of requests received from each user.
+        port: the port to listen on.
     """
 
     def __init__(self) -> None:
-        """No user is known yet."""
+        """Start without users."""
         self.scripts: dict[str, Script] = {}
         self.detours: dict[str, Script] = {}
         self.landings: dict[str, str] = {}
@@ -70,7 +70,7 @@ class FakeModel:
         self.port = 0
 
     def answer(self, path: str, user: str, body: bytes) -> tuple[HTTPStatus, dict[str, Any]]:
-        """Status and body of the answer to a user's next request."""
+        """Answer a user's next request; returns status and body."""
         self.bodies[user] = body
         if user in self.detours and find_note(body):
             detour, left = self.detours.pop(user), self.asked[user]
@@ -86,13 +86,13 @@ class FakeModel:
 
 
 def find_note(body: bytes) -> str:
-    """The gateway's note in a request, empty where there is none."""
+    """The gateway's note in a request, or empty."""
     found = _NOTE.search(body)
     return str(json.loads(b'"%b"' % found[0])) if found else ""
 
 
 def find_user(headers: Message) -> str:
-    """Who asks."""
+    """The user of a request, by header or API key."""
     names = (USER, "authorization", "x-api-key", "x-goog-api-key")
     found = _KEY.match(next((headers[name] for name in names if headers.get(name)), ""))
     return found[1] if found else ""
@@ -100,7 +100,7 @@ def find_user(headers: Message) -> str:
 
 @contextmanager
 def fake_model() -> Iterator[FakeModel]:
-    """The model, listening on a free port."""
+    """Run a fake model on a free port."""
     model = FakeModel()
 
     class Handler(BaseHTTPRequestHandler):
@@ -120,14 +120,14 @@ def fake_model() -> Iterator[FakeModel]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-            """Say nothing."""
+            """Log nothing."""
 
     with serving(Handler) as model.port:
         yield model
 
 
 def stream_completion(answer: dict[str, Any]) -> bytes:
-    """A chat completion as a stream of events: one for the role, one for the text, and one for the end."""
+    """A chat completion as a stream of three events: the role, the content and the end."""
     (choice,) = answer["choices"]
     message = choice["message"]
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
@@ -145,8 +145,8 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid4().hex}"
 
 
-def _spelled(call: Call, number: int) -> str:
-    """Arguments as text, every second time with other spaces."""
+def _write_arguments(call: Call, number: int) -> str:
+    """A call's arguments as JSON, with alternating spaces."""
     return json.dumps(call.arguments, separators=(",", ":") if number % 2 else None)
 
 
@@ -161,7 +161,11 @@ def _chat(answer: Answer, number: int) -> dict[str, Any]:
     else:
         message["content"] = _remark(number)
         message["tool_calls"] = [
-            {"id": _id("call"), "type": "function", "function": {"name": call.tool, "arguments": _spelled(call, number)}}
+            {
+                "id": _id("call"),
+                "type": "function",
+                "function": {"name": call.tool, "arguments": _write_arguments(call, number)},
+            }
             for call in answer
         ]
     reason = "stop" if isinstance(answer, str) else "tool_calls"
@@ -187,7 +191,7 @@ def _response(answer: Answer, number: int) -> dict[str, Any]:
                 "id": _id("fc"),
                 "call_id": _id("call"),
                 "name": call.tool,
-                "arguments": _spelled(call, number),
+                "arguments": _write_arguments(call, number),
                 "status": "completed",
             }
             for call in answer
@@ -279,4 +283,4 @@ SHAPES: Mapping[str, Callable[[Answer, int], dict[str, Any]]] = {
     "/converse": _converse,
     "/api/chat": _ollama,
 }
-"""By the end of the path: from an answer and its number to the body."""
+"""Makes a body from an answer and its number, by the end of the path."""

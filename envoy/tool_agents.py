@@ -1,6 +1,6 @@
-"""Four agents as people write them with the SDKs: ask, run the tools that the model asks for, append, ask again.
+"""Four ordinary agents on the SDKs: call the model, run its tool calls, append the results, repeat.
 
-Nothing here knows of Loopguard: a refusal is an exception of the SDK, which the person who runs the agent sees.
+They know nothing about Loopguard: a refusal is an exception of the SDK.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     import openai
 
 _ANY = {"type": "object"}
-"""The schema of every tool's arguments: the model here knows them anyway."""
+"""The schema of all tools' arguments; the fake model needs none."""
 
 Tools: TypeAlias = Mapping[str, Callable[..., str]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What an agent is to do.
+    """An agent's task.
 
     Attributes:
-        url: where the API is, without its `/v1`.
-        user: on whose behalf.
-        tasks: what the user says, the next one when the model has answered the last.
-        tools: by name; each takes its arguments by name, and gives the result.
-        messages: the conversation so far, to which the agent adds.
-        key: of the API.
+        url: the API's address without `/v1`.
+        user: the user to name in requests.
+        tasks: the user's messages; each is sent when the one before it is answered.
+        tools: the tools by name, called with keyword arguments.
+        messages: the conversation, to which the agent appends.
+        key: the API key.
     """
 
     url: str
@@ -44,13 +44,13 @@ class Job:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What says who asks, beside the key."""
+        """The header that names the user."""
         return {USER: self.user} if self.user else {}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a tool."""
+    """A tool call and its result."""
 
     tool: str
     arguments: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer of the model: the tools that were called, none in the last answer to a task, and what it said."""
+    """An answer of the model: its text and tool calls; the last answer to a task has no calls."""
 
     steps: Sequence[Step]
     text: str
@@ -69,7 +69,7 @@ Agent: TypeAlias = Callable[[Job], Iterator[Turn]]
 
 
 def chat_agent(job: Job) -> Iterator[Turn]:
-    """OpenAI's SDK, chat completions."""
+    """Run an agent on OpenAI's SDK with chat completions."""
     import openai
 
     client = openai.OpenAI(api_key=job.key, base_url=f"{job.url}/v1", default_headers=job.headers)
@@ -92,7 +92,7 @@ def chat_agent(job: Job) -> Iterator[Turn]:
 
 
 def responses_agent(job: Job) -> Iterator[Turn]:
-    """OpenAI's SDK, Responses; the history goes with every request, so that a loop in it can be seen on the way."""
+    """Run an agent on OpenAI's SDK with Responses, and the history in each request."""
     import openai
 
     client = openai.OpenAI(api_key=job.key, base_url=f"{job.url}/v1", default_headers=job.headers)
@@ -114,7 +114,7 @@ def responses_agent(job: Job) -> Iterator[Turn]:
 
 
 def stored_agent(job: Job) -> Iterator[Turn]:
-    """OpenAI's SDK, Responses; the server keeps the history, so that a header has to name the session."""
+    """Run an agent on OpenAI's SDK with Responses; the server has the history, so a header names the session."""
     import openai
 
     named = {USER: job.user, "x-session-id": f"session-of-{job.user}"}
@@ -134,7 +134,7 @@ def stored_agent(job: Job) -> Iterator[Turn]:
 
 
 def messages_agent(job: Job) -> Iterator[Turn]:
-    """Anthropic's SDK, messages."""
+    """Run an agent on Anthropic's SDK with messages."""
     import anthropic
 
     client = anthropic.Anthropic(api_key=job.key, base_url=job.url, default_headers=job.headers)
@@ -171,6 +171,6 @@ def list_refusals() -> tuple[type[Refusal], ...]:
 
 
 def message_of(refusal: Refusal) -> str:
-    """What a refusal says: OpenAI's SDK hands out the `error` of the body, Anthropic's all of it."""
+    """The message of a refusal; OpenAI's SDK has only the body's `error`, Anthropic's the whole body."""
     body: Any = refusal.body
     return str(body.get("error", body)["message"])

@@ -1,2 +1,2 @@
 """The `loopguard` command."""
-# interpreted, as all of this package: it prints and exits, or waits for input
+# interpreted, with all below: prints and exits, or waits for input

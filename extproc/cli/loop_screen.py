@@ -86,7 +86,7 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
     tight = [row for row in report["budgets"] if not is_healthy(row)]
     for row in sorted(tight, key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
         used = "open" if row["open"] else f"{'~' if row.get('estimated') else ''}{row['used_percent']:.0f} %"
-        again = "" if row["reset_seconds"] is None else f", whole in {write_age(row['reset_seconds'])}"
+        again = "" if row["reset_seconds"] is None else f", full in {write_age(row['reset_seconds'])}"
         shadow = " (shadow)" if row["mode"] == "shadow" else ""
         unit = f" {row['unit']}" if row["unit"] else ""
         what = f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of {row['limit']:.6g}{unit} left"

@@ -88,7 +88,7 @@ def _write_session(session: Mapping[str, Any]) -> str:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
-        refuses = "refused" if session["ended"] else "goes on, although refused"
+        refuses = "refused" if session["ended"] else "continues, although refused"
         grants = [read_time(order["since"]) for order in session["orders"] if order["kind"] == GRANT]
         when = "refused before the grant" if max(grants, default=0) >= read_time(refused["at"]) else refuses
         said.append(f"{when}: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
@@ -120,7 +120,7 @@ def _write_run(session: Mapping[str, Any]) -> list[str]:
     used = session["usage"]
     tokens = _write_tokens(used)
     times = f"{used['total_seconds']} s, model {used['model_seconds']} s, tools {used['tool_seconds']} s"
-    lines = [f"  {session['ended'] or 'going on'}: {times}; {tokens}; {count(used['failed_answers'], 'failed answer')}"]
+    lines = [f"  {session['ended'] or 'active'}: {times}; {tokens}; {count(used['failed_answers'], 'failed answer')}"]
     if session["limits"]:
         lines.append(f"  limits: {_write_amounts(session['limits'])}")
     for event in session["events"]:
@@ -142,7 +142,7 @@ def _write_tokens(step: Mapping[str, Any]) -> str:
 
 
 def _write_step(step: Mapping[str, Any]) -> str:
-    status = "refused" if step["refused"] else step["status"] or ("failed" if step["settled"] else "under way")
+    status = "refused" if step["refused"] else step["status"] or ("failed" if step["settled"] else "in progress")
     times = [f"{who} {step[key]} s" for who, key in (("tools", "tool_seconds"), ("model", "model_seconds")) if step.get(key)]
     failed = f" ({step['tool_errors']} failed)" if step.get("tool_errors") else ""
     said = [step["at"], step["model"] or "-", str(status), _write_tokens(step), *times, ", ".join(step["tools"]) + failed]

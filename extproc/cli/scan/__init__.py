@@ -4,4 +4,4 @@
 preset's detector judges these exactly as it judges requests; see `watch`. `work` shares files between processes, `report` adds
 up the results, and `show` and `page` print them.
 """
-# interpreted, as all of this package: it reads files
+# interpreted, with all below: reads files

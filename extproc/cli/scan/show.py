@@ -28,7 +28,7 @@ _TITLES = {
     "tool": "By tool",
 }
 _STEPS = (
-    ("noted", "Loopguard adds a note for the model; the loop goes on for {after_note}"),
+    ("noted", "Loopguard adds a note for the model; the loop continues for {after_note}"),
     ("landed", "Loopguard asks for a final answer without tools"),
     ("stopped", "Loopguard refuses, which saves {after_stop}"),
     ("ends", "the loop ends"),

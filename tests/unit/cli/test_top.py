@@ -141,7 +141,7 @@ def test_the_tightest_budgets_stand_below_the_loops(width: int, show: Show) -> N
 
     place = lines.index("budgets of 2 callers: 0 used up, 3 refused, 1 open breaker")
     assert lines[place + 1].startswith("  open  team/circuit_breaker (shadow)")
-    assert lines[place + 2].startswith("  91 %  team/dollars  4.5 of 50 dollars left, whole in 2h00m  3 refused")
+    assert lines[place + 2].startswith("  91 %  team/dollars  4.5 of 50 dollars left, full in 2h00m  3 refused")
     assert all(cell_len(line) <= width for line in lines)
     assert "loopguard grant --amount 5 --admin URL" in show(make_report(*ROWS), 80, "--commands", budgets=budgets)
 

@@ -116,7 +116,7 @@ def test_running_explosion_is_not_headed_refused() -> None:
     page, listed = made.read(f"/sessions/{SESSION}"), made.ask("/sessions")
 
     assert f"<h1>Session <code>{SESSION}</code>: 2 active agents</h1>" in page
-    assert "goes on, although refused: max_agents, 9 of 8" in write_report(listed)[0]
+    assert "continues, although refused: max_agents, 9 of 8" in write_report(listed)[0]
 
 
 CLIENTS: dict[str, Callable[[str], dict[str, str]]] = {

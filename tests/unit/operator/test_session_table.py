@@ -479,7 +479,7 @@ def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]
     assert lines[3] == "  called 3 times: se\\x1b[2Jarch"
     assert lines[4].endswith("gpt-4o  200  100 in, 20 out, 30 from cache, 40 into cache  search")
     assert lines[5].endswith("gpt-4o  failed  tokens unknown  search")
-    assert lines[6].endswith("gpt-4o  under way  tokens unknown  search")
+    assert lines[6].endswith("gpt-4o  in progress  tokens unknown  search")
     assert none == "none of 1 session matches\n"
 
 

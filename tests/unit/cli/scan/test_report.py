@@ -81,7 +81,7 @@ def test_people_read_what_would_be_saved_first(capsys: pytest.CaptureFixture[str
     assert worst[2].startswith('    > Edit | {"file_path":"src/cart.ts",')
     assert worst[3].startswith("    call 10 of 40, 2026-11-02 09:03:00 UTC: the loop begins, ")
     assert worst[4:] == [
-        "    call 13: Loopguard adds a note for the model; the loop goes on for 28 calls, 1.66M tokens, $0.60",
+        "    call 13: Loopguard adds a note for the model; the loop continues for 28 calls, 1.66M tokens, $0.60",
         "    call 15: Loopguard asks for a final answer without tools",
         "    call 17: Loopguard refuses, which saves 24 calls, 1.44M tokens, $0.52",
         "    call 40: the loop ends",
