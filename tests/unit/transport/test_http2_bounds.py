@@ -322,7 +322,7 @@ def test_shares_leave_something_for_the_next() -> None:
     alone = Share(pool)
     while alone.take(1):
         pass
-    assert alone.held == 550
+    assert alone.used == 550
     alone.give_all()
 
     shares = [Share(pool) for _ in range(10)]
