@@ -1,1 +1,1 @@
-"""Runs one request through its policies."""
+"""Applies the policies to one request."""

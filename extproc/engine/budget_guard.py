@@ -1,4 +1,4 @@
-"""The budget guard's part in a request, from its headers to a verdict. Pure, like `guards`."""
+"""The guard for a policy's budgets. Pure, like `guards`."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _MOST_DIGITS: Final = 12
 
 
 class BudgetGuard(Guard):
-    """The budgets of one policy and one request.
+    """The budgets of one policy, for one request.
 
     Attributes:
-        budget: the guard.
-        estimate: tokens of the request, as far as a rule depends on them.
-        lacks_caller: a rule does not count the request, because it does not tell who pays.
-        reserved: what the request takes from each budget; nothing if it is not counted.
+        budget: the policy's budgets.
+        estimate: tokens of the request, if a rule depends on them.
+        lacks_caller: a rule does not count the request, because its caller is unknown.
+        reserved: what the request takes from each budget; empty if it is not counted.
         request: the request.
-        root: the name of the session at the root of its agents; empty for none, or if no cost is measured.
-        oversize: why the request is too large for a rule, whatever is left; None if it is not.
+        root: the name of the session at the root of its agents; empty if there is none, or if no
+            cost is measured.
+        oversize: why the request is too large even for a full budget; None if it is not.
     """
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
@@ -63,7 +64,10 @@ class BudgetGuard(Guard):
         self.estimate = _NO_TOKENS
 
     def follow(self, values: Values, descriptors: str, place: int) -> BudgetGuard:
-        """See `Guard`; it has only those rules that tell the callers apart, because the others are asked once."""
+        """See `Guard`.
+
+        It has only rules that distinguish the callers; the first guard asks about the others.
+        """
         other = BudgetGuard(self.plan, self._plan, values, descriptors, self.request)
         other._follow(self)
         for planned, head in self._chosen:
@@ -78,11 +82,11 @@ class BudgetGuard(Guard):
         return len(self._chosen) > 0
 
     def is_about(self, tenant: str) -> bool:
-        """See `Guard`; rules may tell callers apart by other keys than the policy."""
+        """See `Guard`. Rules may have other limit keys than the policy."""
         return tenant == self.tenant or tenant in [each.tenant for each in self.reserved]
 
     def choose(self, missing: list[tuple[str, str]]) -> bool:
-        """Choose the rules that apply, while the head can still be read; returns whether there are any.
+        """Choose the rules that apply, while the head is available; whether there are any.
 
         Raises:
             NotCounted: a value that identifies the caller is too long.
@@ -94,7 +98,7 @@ class BudgetGuard(Guard):
             asked = [*asked, self._plan.breaker or EVERYONE]
         for planned in asked:
             if planned.rule.cost.measured and not calls:
-                continue  # nothing is used that could be measured
+                continue  # no model is called, so there is nothing to measure
             values = self.values if self.plan.tells_apart_as(planned, self.values) else planned.read(request, policy, missing)
             if values is not None:
                 self._chosen.append((planned, values))
@@ -103,7 +107,7 @@ class BudgetGuard(Guard):
         return self.is_needed
 
     def goes_on_without_body(self) -> bool:
-        """See `Guard`; what the body would tell is estimated."""
+        """See `Guard`. Costs are then estimated."""
         return any(not planned.body for planned, _ in self._chosen)
 
     def read(self, exchange: Reading, missing: list[tuple[str, str]]) -> None:
@@ -139,12 +143,11 @@ class BudgetGuard(Guard):
             self.reserved = reserved
 
     def _name_session(self, exchange: Reading, document: Document | None) -> None:
-        """Find the session's name, if the request has one."""
-        with suppress(NotCounted):  # a recorded request whose session was not looked for
+        with suppress(NotCounted):  # replay: the session was not recorded
             self.root = exchange.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
 
     def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
-        """Add what a rule's limits take."""
+        """Append reservations for a rule's limits."""
         orders = self._list_orders(planned, tenant) if self.overrides else self.overrides
         renewed = renew(tenant, orders) if orders else tenant
         breaker, estimate = self.budget.breaker, plain
@@ -168,7 +171,7 @@ class BudgetGuard(Guard):
             reserved.append(each)
 
     def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
-        """The cost, in units of a limit. What only might be used does not exceed the limit."""
+        """The cost in a limit's units. A guessed answer never exceeds the limit."""
         if not rule.cost.measured:
             return max(1, round(rule.cost.read(self.request) * limit.units))
         prompt, answer, model = estimate.prompt, rule.find_answer(estimate), estimate.model
@@ -178,7 +181,7 @@ class BudgetGuard(Guard):
         return min(amount, max(limit.limit, rule.cost.weigh(Usage(prompt, 0), model, limit.units)))
 
     def _estimate(self, exchange: Reading, document: Document | None) -> Estimate:
-        """The tokens of the request, if a rule depends on them."""
+        """Estimate the tokens of the request, if a rule depends on them."""
         if not self.budget.needs_body:
             return _NO_TOKENS
         size, options = exchange.sums.length, Options(0, 1, "")
@@ -201,12 +204,12 @@ class BudgetGuard(Guard):
         self._exchange = None
 
     def name_request(self) -> None:
-        """See `Guard`; worked out on demand."""
+        """See `Guard`. Computed lazily."""
         exchange = self._exchange
         if exchange is not None and not self.fingerprint:
             self.composite, self.fingerprint, _ = exchange.name(exchange.sums, self.caller)
 
-    def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
+    def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # `Reservation` has its answers
         """See `Guard`."""
         if self.oversize is not None or [each for each in self.reserved if each.is_refused]:
             self.name_request()
@@ -215,11 +218,11 @@ class BudgetGuard(Guard):
         return outcome
 
     def list_other_names(self) -> list[str]:
-        """See `Guard`: the callers of its rules, as far as the head tells."""
+        """See `Guard`. The callers of its rules that the head identifies."""
         return [planned.name_caller(values) for planned, values in self._chosen if not planned.body]
 
     def _list_orders(self, planned: PlannedRule, tenant: str) -> Sequence[ActiveOverride]:
-        """The orders that concern a rule: not those about callers of other rules, or about values that it does not read."""
+        """The orders that apply to a rule: none about other rules' callers, or about values that the rule does not read."""
         values = next((values for chosen, values in self._chosen if chosen is planned), [])
         if not values:
             return self.overrides
@@ -228,13 +231,13 @@ class BudgetGuard(Guard):
         return [order for order in self.overrides if order.target.caller in own]
 
     def find_values(self, tenant: str) -> Values:
-        """The descriptors of a caller of its rules, by its name, as far as the head has them."""
+        """The descriptors by which its rules know a caller, given its name; only those in the head."""
         if tenant == self.tenant:
             return self.values
         return next((values for planned, values in self._chosen if values and planned.name_caller(values) == tenant), [])
 
     def find_parts(self, tenant: str) -> list[str]:
-        """The names of the values of such a caller, as `list_parts` has them."""
+        """The names of those values; see `list_parts`."""
         if tenant == self.tenant:
             return self.list_parts()
         chosen = [each for each in self._chosen if each[0].name_caller(each[1]) == tenant]

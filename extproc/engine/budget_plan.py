@@ -1,4 +1,4 @@
-"""The budgets of a policy, and how their callers are told apart: each rule has limit keys of its own."""
+"""The budgets of a policy, with the limit keys of each rule."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ BodyDescriptors: TypeAlias = tuple[tuple[Descriptor, list[str]], ...]
 
 
 class PlannedRule:
-    """A rule and its callers.
+    """A rule and how it identifies callers.
 
     Attributes:
         rule: the rule.
         head: descriptors in the request's head.
-        body: those in its body, with their pointers.
-        shown: those in the head of which a request may have several.
+        body: descriptors in its body, with their pointers.
+        shown: descriptors in the head of which a request may have several.
         callers: names its callers.
     """
 
     def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors, missing: str = "") -> None:
-        """Plan; `missing` is the policy's `missing_descriptor`, where it is set: else a rule skips what lacks a key."""
+        """`missing` is the policy's `missing_descriptor`.
+
+        If it is empty, a rule skips requests that lack a key.
+        """
         match = keys.match or {}
         self._missing = missing
         asked = [*keys.limit_keys, *match]
@@ -41,7 +44,7 @@ class PlannedRule:
         self.body = body
         self.shown = compile_shown(head)
         self.callers = find_names((*head, *[descriptor for descriptor, _ in body]))
-        # Without a key that Loopguard cannot derive, a rule would merge callers that it was to tell apart.
+        # If a rule ignored a key that Loopguard cannot derive, it would merge callers.
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
         self._match = () if self._never else tuple([_compile_match(*pair) for pair in match.items()])
 
@@ -56,20 +59,20 @@ class PlannedRule:
         return not (self._never or self._match)
 
     def matches(self, request: HttpRequest) -> bool:
-        """Whether its `match` holds."""
+        """Whether its `match` applies."""
         if self._never or not self._match:
             return not self._never
         return all(descriptor.read(request, descriptor.argument) == value for descriptor, value in self._match)
 
     def name_caller(self, values: Values) -> str:
-        """The name of a caller of the rule; see `CallerNames`."""
+        """The name of a caller; see `CallerNames`."""
         return self.callers.name_caller(values, join_descriptors(values))
 
     def read(self, request: HttpRequest, policy: str, missing: list[tuple[str, str]]) -> Values | None:
-        """The caller's descriptors in the head; None if the rule cannot count the request for want of others.
+        """The caller's descriptors in the head; None if too many are missing to count the request.
 
         Raises:
-            NotCounted: one is too long.
+            NotCounted: a value is too long.
         """
         values: Values = []
         for descriptor in self.head:
@@ -77,7 +80,10 @@ class PlannedRule:
         return values if self._is_sufficient(values, len(self.head), may_follow=len(self.body) > 0) else None
 
     def _is_sufficient(self, values: Values, keys: int, *, may_follow: bool) -> bool:
-        """Whether the values found for this number of keys tell who pays, by `missing_descriptor`; more `may_follow`."""
+        """Whether these values identify the caller, by `missing_descriptor`.
+
+        `may_follow`: the body may add some.
+        """
         if len(values) == keys or self._missing == "share":
             return True
         return self._missing == "require_one" and (may_follow or len(values) > 0)
@@ -85,7 +91,10 @@ class PlannedRule:
     def read_body(
         self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]], key: HashKey
     ) -> Values | None:
-        """The same with those in the body, in addition to `values`; `key` is for hashes of secrets."""
+        """`values` and the descriptors in the body; None as for `read`.
+
+        `key` is for hashes of secrets.
+        """
         try:
             found = document.value() if document is not None else None
         except NotJson:
@@ -97,7 +106,10 @@ class PlannedRule:
 
 
 def _compile_match(key: str, value: str) -> tuple[Descriptor, str]:
-    """What a request has to have. A secret may be given as it is or, as it is shown everywhere else, by its hash."""
+    """A descriptor and its required value.
+
+    A secret may be given in plain text or, as shown elsewhere, as its hash.
+    """
     return compile_plainly(key, hidden=key == CREDENTIAL or is_hidden(value)), value
 
 
@@ -112,22 +124,23 @@ def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missin
 
 
 EVERYONE: Final = PlannedRule(ONE, Rule(name="all", algorithm="token_bucket", algorithm_config={}), (), ())
-"""All callers of a circuit breaker that does not tell them apart."""
+"""All callers, for a circuit breaker without limit keys."""
 
 
 class BudgetPlan:
-    """The budget guard of a policy with its rules.
+    """The budgets of a policy and how they identify callers.
 
     Attributes:
-        guard: the guard.
-        rules: its rules, without the fallback.
-        fallback: None for none.
-        breaker: whose caller the circuit breaker is about; None if there is none, or if all callers share it.
+        guard: the budgets.
+        rules: the rules without the fallback.
+        fallback: None if there is none.
+        breaker: identifies callers of the circuit breaker; None if it is off, or all callers share
+            it.
         needs_body: a rule needs the body.
     """
 
     def __init__(self, guard: BudgetRules, spec: Spec, descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]]) -> None:
-        """Plan; `descriptors` are those of `Spec.list_budget_rules`, then that of the circuit breaker, if it has one."""
+        """`descriptors` are those of `Spec.list_budget_rules`, then those of the circuit breaker, if it has any."""
         self.guard = guard
         self._always = False
         keys = spec.list_budget_rules()
@@ -149,13 +162,13 @@ class BudgetPlan:
         self.needs_body = self.needs_body or any(rule.body for rule in every if rule is not None)
 
     def list_reads(self) -> list[Descriptor]:
-        """What it reads of a request's head beside the limit keys."""
+        """What it reads from the head besides the limit keys."""
         rules = [*self.rules, *([self.fallback] if self.fallback is not None else [])]
         costs = [key for planned in rules for key in planned.rule.list_reads()]
         return [*[descriptor for planned in rules for descriptor in planned.matched], *map(compile_plainly, costs)]
 
     def choose(self, request: HttpRequest) -> list[PlannedRule]:
-        """The rules that apply to a request: those whose `match` holds, or else the fallback."""
+        """The rules that apply to a request; the fallback if none does."""
         if self._always:  # usually
             return self.rules
         chosen = [rule for rule in self.rules if rule.matches(request)]

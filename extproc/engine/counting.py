@@ -1,7 +1,8 @@
-"""Asks the store to count a group of guards, and counts in this process while the store is unavailable.
+"""Has the store count a group of guards, and counts in this process while the store is unavailable.
 
-Entries that sessions keep of a request are pushed first, in one step for the whole group. The verdict waits for this step only
-if it depends on earlier requests.
+Two questions to the store: first pushes, which record the request in its session, in one step for
+the whole group; then hits, which count it. Hits wait for the answers to pushes only if a verdict
+depends on earlier requests.
 """
 
 from __future__ import annotations
@@ -28,25 +29,27 @@ from extproc.store.rules.chain import Trail
 from extproc.store.rules.session import WITHDRAWN, Question
 
 Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
-"""Answers to a group's hits; None if there are none, and `--on-store-error reject` refuses such requests."""
+"""Answers to a group's hits; None if the store failed and `--on-store-error reject` refuses such
+requests."""
 
 
 Rings: TypeAlias = Sequence[Kept]
-"""An answer to each of a group's pushes."""
+"""The answers to a group's pushes."""
 
 Pushes: TypeAlias = Sequence[AnyPush]
 
 Report: TypeAlias = Callable[[Sequence[Settled], Sequence[Answer | None]], None]
-"""Reports the answers to settlements; None for those that the store has lost."""
+"""Reports the answers to settlements; None for those that were lost."""
 
 _now: Final = perf_counter  # compiled code reads a module's constant fastest
 
 HERE: Final = (list, tuple, NoneType)
-"""Types of counts that are available at once. Checking for Awaitable, an abstract type, takes ten times as long."""
+"""Types of counts that are available at once. Checking for Awaitable, an abstract type, takes ten
+times as long."""
 
 
 class Asked:
-    """Counts that the store has not sent yet.
+    """Counts that the store has yet to send.
 
     Attributes:
         pending: the store's answer; call `abandon` if the counts are no longer needed.
@@ -60,7 +63,7 @@ class Asked:
         self._abandoned = False
 
     def collect(self) -> Counts:
-        """The counts, after the store has answered."""
+        """The counts, once the store has answered."""
         return self._counting.collect(self._group, self.pending, self._started)
 
     async def wait(self) -> Counts:
@@ -73,7 +76,7 @@ class Asked:
         return self.collect()
 
     def abandon(self) -> None:
-        """Stop waiting, because the client has left. What the store takes from budgets all the same is given back."""
+        """Stop waiting, because the client has left, and give back what the store still takes from budgets."""
         if self._abandoned:
             return
         self._abandoned = True
@@ -93,10 +96,11 @@ MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
 
 
 class Counting:
-    """The store, and its fallback: a store in this process, or no counts with `--on-store-error reject`.
+    """The store, and its fallback: a store in this process, or a refusal with `--on-store-error reject`.
 
     Attributes:
-        replicas: the number of replicas that share the store, as last seen; without it, each enforces its share of budgets.
+        replicas: number of replicas last seen. If the store fails, each replica enforces its share
+            of a budget.
     """
 
     def __init__(self, store: Store, local: MemoryStore, metrics: Metrics, *, reject: bool) -> None:
@@ -108,7 +112,10 @@ class Counting:
         self.replicas = 1
 
     def count(self, group: Guards) -> MaybeCounts:
-        """Count a group that has read the body. An internal error fails the group, and is not raised."""
+        """Count a group that has read the body.
+
+        An internal error fails the group and is not raised.
+        """
         if group.remembers:
             return self._push(group)
         hits = group.list_hits()
@@ -123,7 +130,7 @@ class Counting:
         return counts if isinstance(counts, HERE) else self._count_later(group, counts)
 
     def _push(self, group: Guards) -> MaybeCounts:
-        """Push the sessions' entries to the store, then count."""
+        """Push the entries of sessions, then count."""
         pushes = group.list_pushes()
         group.remembers = False
         try:
@@ -173,13 +180,16 @@ class Counting:
         return ()
 
     def _finish(self, pushes: Pushes, _: Rings, error: BaseException | None) -> None:
-        """Handle failures of pushes for which no verdict waits. The store's deadline bounds their number."""
+        """Handle failures of pushes that no verdict waits for.
+
+        The store's deadline bounds their number.
+        """
         if error is not None:
             self._count_error(error)
             _complete(error, pushes, self._local.push)
 
     def abandon(self, group: Guards, counts: MaybeCounts) -> None:
-        """Give back what a group takes from budgets, because the client has left before all groups were counted."""
+        """Give back what a group takes from budgets, because the client has left."""
         if isinstance(counts, Asked):
             counts.abandon()
         elif group.budgets and isinstance(counts, HERE):
@@ -193,18 +203,18 @@ class Counting:
         outcome: int,
         report: Report | None = None,
     ) -> None:
-        """Give back what a request has reserved, once, which was then REFUSED or WITHDRAWN."""
+        """Give back, once, all that a request has reserved that was then REFUSED or WITHDRAWN."""
         given, here = list_give_backs(sessions, budgets, outcome)
         if here:
             self._local.hit(here)
         self.settle(given, report)
 
     def join_sessions(self, sessions: Sequence[SessionGuard]) -> None:
-        """Take the starts of conversations that go on from the requests without a session."""
+        """Remove starts of conversations from the requests without a session, once they continue."""
         self.settle([Settled(join) for session in sessions if (join := session.join_session()) is not None])
 
     def settle(self, settled: Sequence[Settled], report: Report | None = None) -> None:
-        """Send settlements to the store in one call, and report the answers when it has answered. Nothing waits for it."""
+        """Send settlements to the store in one call, without waiting, and report the answers later."""
         if not settled:
             return
         try:
@@ -220,9 +230,12 @@ class Counting:
     def _finish_settling(
         self, settled: Sequence[Settled], report: Report | None, answers: Sequence[Answer | None], error: BaseException | None
     ) -> None:
-        """Report the answers. What this process may have counted itself, it settles itself if the store is unavailable.
+        """Report the answers.
 
-        What the store took from budgets is lost then: these keep what was estimated, until they are whole again.
+        If the store failed, this process settles what it may have counted itself.
+
+        Other reservations are lost: the budget keeps the estimate until its period ends or its
+        bucket is full.
         """
         if error is not None:
             self._count_error(error)
@@ -231,7 +244,7 @@ class Counting:
         if report is not None:
             try:
                 report(settled, answers)
-            except Exception as bug:  # noqa: BLE001  # answers of another type must not change what the request is told
+            except Exception as bug:  # noqa: BLE001  # a bug must not change the request's answer
                 self._count_error(bug)
 
     def _settle_here(self, asked: list[Question]) -> list[Answer | None]:
@@ -242,7 +255,10 @@ class Counting:
         self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
 
     def collect(self, group: Guards, pending: Pending, started: float) -> Counts:
-        """The answer of the store, which was asked at `started`, in seconds of `perf_counter`, or of its fallback."""
+        """The answers of the store or its fallback.
+
+        `started` is the time of the question, by `perf_counter`.
+        """
         try:
             return cast("list[Answer]", pending.result())
         except Exception as error:  # noqa: BLE001  # handled by the callee
@@ -278,7 +294,7 @@ class Counting:
         return ()
 
     def _share(self, group: Guards) -> list[Question]:
-        """A group's questions for this process."""
+        """The group's questions for this process, with its share of each budget."""
         asked = group.list_hits()
         if self.replicas == 1 or not group.budgets:
             return asked
@@ -286,7 +302,7 @@ class Counting:
 
 
 def _mark_here(error: Exception, counts: Sequence[Answer], asked: Sequence[Question]) -> None:
-    """Mark what this process has taken from budgets itself."""
+    """Mark what was taken from budgets in this process."""
     from_store = error.answers if isinstance(error, PartlyAwayError) else [None] * len(counts)
     for place, answer in enumerate(counts):
         question = asked[place]
@@ -305,7 +321,7 @@ def _when_done(answers: Awaitable[Any], finish: Callable[[Any, BaseException | N
 
 
 def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:
-    """The answers of the shards that counted; this process counts the keys of the others."""
+    """Add this process's answers to those of the shards that answered."""
     if not isinstance(error, PartlyAwayError):
         return list(ask_here(list(asked)))
     missing = [asked[place] for place, answer in enumerate(error.answers) if answer is None]
@@ -314,7 +330,7 @@ def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[li
 
 
 async def wait_for(counts: MaybeCounts) -> Counts:
-    """Wait for the counts, if necessary."""
+    """Wait for the counts if necessary."""
     if isinstance(counts, HERE):
         return counts
     return await (counts.wait() if isinstance(counts, Asked) else counts)

@@ -1,9 +1,12 @@
-"""All policies of one load: `prepare` finds those that match a request. Pure: no clock, no asyncio, no store.
+"""All policies of one load; `prepare` finds those that match a request.
 
-An index of selectors finds them, at a cost that does not grow with their number. A selector is indexed by its anchor (an exact
-path, a path prefix, or none if it selects only by route) and then by its host, method, route and API. A look-up visits the
-anchors that the request's path can have, a number bounded by the deepest prefix in the index. At each, it looks up every
-combination of fields that selectors there use, at most sixteen.
+Pure: no clock, no asyncio, no store.
+
+An index finds them in a time that does not depend on their number. A selector is indexed by its
+anchor (an exact path, a path prefix, or none if it selects only by route), then by host, method,
+route and API. A look-up visits the anchors that the request's path can have; the deepest prefix in
+the index bounds their number. At each anchor, it looks up every combination of fields that
+selectors use there, at most sixteen.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from extproc.request.http import HttpRequest
 Item = TypeVar("Item")
 
 _ITEMS_AT_ONCE = 1_000
-"""Items indexed before other threads get their turn: compiled code would keep the interpreter lock until the end."""
+"""Number of items to index before yielding to other threads. Compiled code would otherwise hold the
+interpreter lock throughout."""
 
 _Key = tuple[str, str | None, str | None, str | None, str | None]  # anchor, host, method, route, API; None: any
 _Fields = tuple[str, str, str, str]  # host, method, route, API of a request
@@ -37,10 +41,10 @@ _Shape = tuple[bool, bool, bool, bool]  # names a host, names a method, names a 
 
 
 class CompiledFile(NamedTuple):
-    """One file's part of an engine, which later engines take over as long as the file is the same.
+    """One file's part of an engine; later engines reuse it while the file is unchanged.
 
     Attributes:
-        shadow: whether all of its policies are forced into shadow mode.
+        shadow: all of its policies are forced into shadow mode.
         plans: of its enabled policies, in order.
         switches: in order.
     """
@@ -51,21 +55,21 @@ class CompiledFile(NamedTuple):
 
 
 def compile_file(source: Source, parts: Parts, *, shadow: bool) -> CompiledFile:
-    """Compile a file whose policies are not freed yet; `shadow` forces them into shadow mode."""
+    """Compile a file before its policies are freed; `shadow` forces them into shadow mode."""
     enabled = [policy for policy in source.policies if policy.spec.is_enabled()]
     plans = [Plan(policy, parts, shadow=shadow or policy.spec.mode == SHADOW) for policy in enabled]
     return CompiledFile(shadow, plans, compile_switches(source))
 
 
 class Engine:
-    """Immutable: a reload builds another.
+    """Immutable; a reload builds a new one.
 
     Attributes:
-        files: the parts of the engine, by file.
-        parts: what its policies share.
+        files: its parts, by file.
+        parts: objects that its policies share.
         plans: enabled policies in bundle order.
-        pairings: the shadow policies among them that are compared with an enforcing one.
-        has_switches: there are kill switches, so `find_switch` must be called.
+        pairings: shadow policies that are compared with enforcing ones.
+        has_switches: there are kill switches, so call `find_switch`.
     """
 
     def __init__(
@@ -83,8 +87,8 @@ class Engine:
             policies: the result of the loader.
             now: decides whether a `global_shadow` still applies.
             shadow: force every policy into shadow mode.
-            known: files that are compiled already; their policies may be freed.
-            parts: of an earlier engine, to share them with it.
+            known: files that are already compiled; their policies may have been freed.
+            parts: shared with an earlier engine.
         """
         self.parts = parts if parts is not None else Parts()
         self.files: dict[str, CompiledFile] = {}
@@ -108,13 +112,14 @@ class Engine:
                 plan.name_callers(aliases[source.namespace])
 
     def list_parts(self) -> list[object]:
-        """Its parts, so that an engine that is no longer needed can be freed step by step."""
+        """Its parts, to free an old engine step by step."""
         return [*self.plans, *self._index.list_parts(), *self._switches.list_parts()]
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
-        """The policies whose selectors match the request, in bundle order, with or without the parameters of its path.
+        """The policies that match the request, in bundle order, with or without the parameters of its path.
 
-        The method of a request that opens a WebSocket for model calls is ignored: it is GET, but the calls would be POSTs.
+        If the request opens a WebSocket for model calls, its method is ignored: it is GET, but the
+        calls would be POST.
         """
         route = request.facts.route() if self._index.uses_routes else ""
         method, path = None if request.opens_responses else request.method, request.path
@@ -126,7 +131,7 @@ class Engine:
         return found
 
     def find_plan(self, policy: str) -> Plan | None:
-        """The enabled policy with this id; None for none."""
+        """The enabled policy with this id; None if there is none."""
         place = self._places.get(policy)
         return self.plans[place] if place is not None else None
 
@@ -139,7 +144,10 @@ class Engine:
         return [name for name in names if name not in self._places]
 
     def find_switch(self, request: HttpRequest, now: float, handed_over: Engine | None = None) -> Switch | None:
-        """The first kill switch that applies to a request; None for none. Switches that came with its route are last."""
+        """The first kill switch that applies to a request, if any.
+
+        Switches that came with its route are last.
+        """
         found = self._switches.find(request, now) if self.has_switches else None
         if found is None and handed_over is not None:
             return handed_over.find_switch(request, now)
@@ -153,13 +161,17 @@ class Engine:
         handed_over: Engine | None = None,
         key: HashKey = PROCESS_KEY,
     ) -> Exchange | None:
-        """Match policies and read descriptors; the request's facts are dropped afterwards. None if no policy matches.
+        """Match policies and read descriptors; None if no policy matches.
+
+        The request's facts are then dropped.
 
         Args:
             request: the request without its body.
-            scope: name of the attachment, so that a gateway and a sidecar on one store do not count a request twice.
-            pinned: ids of the policies that apply, instead of those whose selectors match; unknown ids are skipped.
-            handed_over: the policies that came with the request's route; they replace those with the same ids.
+            scope: name of the attachment; a gateway and a sidecar on one store then count
+                separately.
+            pinned: ids of policies to apply instead of matching selectors; unknown ids are skipped.
+            handed_over: policies that came with the request's route; they replace policies with the
+                same ids.
             key: the key of keyed hashes.
         """
         request.hash_key = key
@@ -178,12 +190,11 @@ class Engine:
         return exchange
 
     def _find_named(self, names: Sequence[str]) -> list[Plan]:
-        """Policies by their ids, in bundle order; unknown ids are skipped."""
         return [self.plans[place] for place in sorted(self._places[name] for name in names if name in self._places)]
 
 
 def _collect_aliases(every: Sequence[tuple[Source, Outline]]) -> dict[str, dict[str, str]]:
-    """Names of callers, by namespace. Those of files outside of any namespace apply in all of them."""
+    """Names of callers, by namespace. Those from files outside all namespaces apply everywhere."""
     own: dict[str, dict[str, str]] = {"": {}}
     for source, policy in every:
         named = own.setdefault(source.namespace, {})
@@ -192,15 +203,16 @@ def _collect_aliases(every: Sequence[tuple[Source, Outline]]) -> dict[str, dict[
 
 
 class _Table:
-    """The selectors with one kind of anchor, by anchor and other fields.
+    """Selectors with one kind of anchor.
 
-    One dictionary holds all, because most of a hundred thousand policies have an anchor of their own.
+    All anchors share one dictionary, because most of a hundred thousand policies have their own
+    anchor.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[_Shape, ...]] = {}  # by anchor
         self.places: dict[_Key, list[int]] = {}
-        self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # so that equal ones are stored once
+        self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # equal ones are shared
 
     def add(self, anchor: str, selector: SlimSelector, place: int) -> None:
         fields = (selector.hosts, selector.methods, selector.routes, selector.apis)
@@ -217,7 +229,7 @@ class _Table:
                 self.places[filed] = [place]
 
     def find(self, anchor: str, fields: _Fields, found: list[int]) -> None:
-        """Add the places of the items that match this request to `found`."""
+        """Append the places of matching items to `found`."""
         shapes = self.shapes.get(anchor)
         if shapes is None:
             return
@@ -233,7 +245,7 @@ class Index(Generic[Item]):
     """Items by their selectors."""
 
     def __init__(self, entries: Iterable[tuple[SlimSelector, Item]]) -> None:
-        """Index every item; the order of `entries` is the order of results."""
+        """The order of `entries` is the order of results."""
         self._items: list[Item] = []
         self._exact, self._prefix, self._anywhere = _Table(), _Table(), _Table()
         self._depth = 0
@@ -262,10 +274,11 @@ class Index(Generic[Item]):
         ]
 
     def match(self, method: str | None, authority: str, path: str, route: str = "") -> Sequence[Item]:
-        """Every item whose selector matches this request, each once, in the order of `entries`.
+        """Every item whose selector matches the request, without duplicates, in the order of `entries`.
 
         Args:
-            method: as sent; methods are case-sensitive (RFC 9110 section 9.1). None ignores the methods of selectors.
+            method: as sent; methods are case-sensitive (RFC 9110 section 9.1). None ignores the
+                methods of selectors.
             authority: host, with or without port.
             path: without the query.
             route: Envoy's name of the route; empty if unknown.
@@ -281,14 +294,15 @@ class Index(Generic[Item]):
                     self._prefix.find(prefix, fields, found)
             if self._anywhere.shapes:
                 self._anywhere.find("", fields, found)
-        if len(found) > 1:  # an item with both anchors may be in it twice
+        if len(found) > 1:  # an item with two anchors may be found twice
             found = sorted(set(found))
         return [self._items[place] for place in found]
 
     def _prefixes(self, path: str) -> Iterator[str]:
         """The prefixes that would match `path`: itself, and its start up to each slash, with and without the slash.
 
-        `/v1` matches `/v1` and `/v1/...` (Envoy's path_separated_prefix), `/v1/` all paths that start with it.
+        `/v1` matches `/v1` and `/v1/...` (Envoy's path_separated_prefix), `/v1/` all paths that
+        start with it.
         """
         position = path.find("/")
         for _ in range(self._depth):

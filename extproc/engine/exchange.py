@@ -1,14 +1,16 @@
-"""One request on its way: bytes, exchange, guards read, store, guards judge, decision, answer.
+"""One request on its way from its headers to its answer.
 
-1. `Engine.prepare` makes an exchange of the head, and `admit` makes guards of each policy that matches.
-2. `apply_overrides` looks up operators' orders about it.
-3. `read_body` opens the body, and lets every guard read it and say what to ask the store.
-4. The store is asked for each group: `list_pushes`, whose answers `recall` takes, then `list_hits`.
-5. `decide` takes these answers: each guard judges, and the strictest outcome leads.
+1. `Engine.prepare` creates an exchange from the head; `admit` makes guards of each policy that
+   matches.
+2. `apply_overrides` looks up operators' orders. 3. `read_body` opens the body, and every guard
+reads it and prepares its questions to the store. 4. The store is asked for each group of guards:
+first `list_pushes`, whose answers go to `recall`,
+   then `list_hits`.
+5. `decide` takes the answers to the hits: each guard judges, and the strictest outcome wins.
 
-Pure: no clock, no asyncio, no store; the caller runs the steps. Enforcing and shadow guards are in separate groups, and only
-the former decide, so that a shadow policy can never affect the answer. The methods of a group catch the failures of its guards:
-such a guard is removed, and the other verdicts stand.
+Pure: no clock, no asyncio, no store; the caller runs the steps. Enforcing and shadow guards are in
+separate groups. Only enforcing guards decide, so a shadow policy never affects the answer. If a
+guard raises, its group removes that guard and keeps the others' verdicts.
 """
 
 from __future__ import annotations
@@ -56,38 +58,40 @@ _NO_SESSIONS: Final[list[SessionGuard]] = []
 _NO_BUDGETS: Final[list[BudgetGuard]] = []
 
 _MANY_OBJECTS: Final = 32_768
-"""A body of this many bytes may contain so many objects that garbage collection takes long."""
+"""From this length in bytes, a body may contain so many objects that garbage collection is slow."""
 
 _SHARE: Final = b"steer_share"
 _SHARE_BYTES: Final = 8
 
 
-# What Envoy lets Loopguard do about a request's body.
-PASSING: Final = 0  # it passes on its own, or there is none: the request can be refused, but not edited
-BUFFERED: Final = 1  # Envoy keeps it, and accepts an edited one
-HELD: Final = 2  # it is held here, to be handed back, perhaps edited
-SENT_ON: Final = 3  # a part of it has been sent on: the request can only be warned about
-OBSERVED: Final = 4  # Envoy shows it, but does not wait for answers
+# What Loopguard can do with a request's body.
+PASSING: Final = 0  # not held, or missing: the request can be refused, but not edited
+BUFFERED: Final = 1  # Envoy holds it, and accepts an edited one
+HELD: Final = 2  # held here, and handed back, possibly edited
+SENT_ON: Final = 3  # partly forwarded: a warning is the only action left
+OBSERVED: Final = 4  # Envoy sends a copy, and does not wait for answers
 
 
 class Guards:
     """The enforcing guards of a request, or its shadow guards.
 
     Attributes:
-        shadow: the guards only watch.
+        shadow: the guards are in shadow mode.
         active: the guards that may judge the request.
         needs_body: a guard cannot count the request without its body.
-        left_out: (policy, detector, reason) for each that matched but does not count this request; no detector means all.
-        forbidden: (policy, reason) of the first of these whose policy refuses uncounted requests; None for none.
-        missing: (policy, limit key) of descriptors that the request does not have.
-        failures: (policy, error) of guards that raised, or could not be counted because of an internal error.
-        remembers: a guard has pushes that were not sent to the store yet.
-        sessions: the guards that limit sessions, including those left out.
-        budgets: the guards that limit what callers use, including those left out.
+        left_out: (policy, detector, reason) of guards that matched but do not count this request;
+            an empty detector means all.
+        forbidden: (policy, reason) of the first of these whose policy refuses uncounted requests,
+            if any.
+        missing: (policy, limit key) of descriptors that the request lacks.
+        failures: (policy, error) of guards that failed with an internal error.
+        remembers: a guard has pushes that have not been sent to the store.
+        sessions: the guards of session limits, including those left out.
+        budgets: the guards of budgets, including those left out.
         contradicted: policies with a detector for which headers contradict the body.
-        several: some are for other callers, because the request shows several credentials.
-        changing: (policy, limit key) of values just found to change with every request, so that they name no session.
-        spared: outcomes that an operator's order to allow the request has prevented.
+        several: some guards are for other callers, because the request has several credentials.
+        changing: (policy, limit key) of session names just found to change with every request.
+        spared: outcomes that an operator's `allow` has overridden.
     """
 
     def __init__(self, *, shadow: bool) -> None:
@@ -112,7 +116,7 @@ class Guards:
         return any(guard.plan.inspects > 0 for guard in self.active)
 
     def acts_on(self, plan: Plan, ramp: Ramp, request: HttpRequest) -> bool:
-        """Whether a plan with a ramp acts on the request's caller; in doubt it does not."""
+        """Whether a plan with a ramp acts on the request's caller; false if in doubt."""
         try:
             place = ramp.find_place(request)
         except Exception as error:  # noqa: BLE001  # an error affects only this policy
@@ -123,9 +127,9 @@ class Guards:
         return ramp.covers(place)
 
     def admit(self, plan: Plan, request: HttpRequest, last: Guard | None = None) -> bool:
-        """Make guards of the parts of the plan, or note why not; returns whether it has any.
+        """Create the plan's guards, or record why not; whether there are any.
 
-        Reuses what was read for the last guard, of either group.
+        Values that the last guard of either group has read are reused.
         """
         try:
             if last is not None and plan.reads_like(last.plan, last.values):
@@ -144,7 +148,7 @@ class Guards:
                     continue
                 self.active.append(guard)
                 self.needs_body = self.needs_body or guard.needs_body
-            # Requests that ask no model are not steps.
+            # Requests that call no model are not steps.
             if plan.limiter is not None and request.method != "HEAD" and read_path(request.path).asks_model:
                 names = plan.limiter.names
                 named: Sequence[str] = session if names is plan.rings else names.read(request, caller)
@@ -158,7 +162,7 @@ class Guards:
             if plan.shown and (others := list_others(plan.shown, request, values)):
                 self._admit_others(others, self.active[own:])
         except NotCounted as why:
-            hidden = request.opens_responses and why.reason != BYPASS  # for any caller
+            hidden = request.opens_responses and why.reason != BYPASS  # whoever the caller is
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
             return False
         except Exception as error:  # noqa: BLE001  # an error affects only this policy
@@ -182,9 +186,9 @@ class Guards:
                 self.several = True
 
     def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Guard | None) -> None:
-        """Make a guard of the plan's budgets, if a rule applies to the request, or note why not; `last` is as for `admit`."""
+        """Create the guard of the plan's budgets if a rule applies, or record why not; `last` is as for `admit`."""
         try:
-            if last is None or last.plan is not plan:  # else it has been checked
+            if last is None or last.plan is not plan:  # otherwise already checked
                 plan.check_bypass(request)
             if last is not None and plan.reads_like(last.plan, last.values):
                 values, joined = last.values, last.caller
@@ -209,7 +213,7 @@ class Guards:
                 self._admit_others(others, [guard])
 
     def _read_headers(self, guard: LoopGuard, request: HttpRequest) -> bool:
-        """Note what the request's headers say about its body; returns whether the guard may still count the request."""
+        """Record what the headers claim about the body; whether the guard can still count the request."""
         try:
             guard.claim = guard.detector.similarity.read_headers(request.headers)
         except NotCounted as why:
@@ -218,7 +222,7 @@ class Guards:
         return True
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
-        """Look up operators' orders about the request, as far as its head is sufficient."""
+        """Look up operators' orders that apply by the request's head."""
         for guard in self.active:
             try:
                 guard.apply_overrides(standing, now, request)
@@ -226,18 +230,18 @@ class Guards:
                 self.failures.append((guard.plan.id, error))
 
     def find_block(self) -> tuple[Guard, ActiveOverride] | None:
-        """The first guard that an operator's order refuses; None for none."""
+        """The first guard that an operator's order refuses, if any."""
         for guard in self.active:
             if guard.overrides and (stop := guard.find_stop()) is not None:
                 return guard, stop
         return None
 
     def read(self, exchange: Reading) -> None:
-        """Let every guard read the body, now that it is open; those that cannot are removed."""
+        """Let every guard read the body; those that cannot are removed."""
         if exchange.plain is None or len(exchange.plain) < _MANY_OBJECTS or not gc.isenabled():
             self._read_each(exchange)
         else:
-            gc.disable()  # it would walk the decoded objects again and again, for longer than decoding takes
+            gc.disable()  # repeated collections would take longer than decoding
             try:
                 self._read_each(exchange)
             finally:
@@ -251,7 +255,7 @@ class Guards:
         able: list[Guard] = []
         for guard in self.active:
             if guard.first is not None and guard.first not in able:
-                continue  # what holds for the first caller's holds for all
+                continue  # its first caller's guard was removed
             try:
                 guard.read(exchange, self.missing)
                 second = guard.count_start() if isinstance(guard, SessionGuard) else None
@@ -263,7 +267,7 @@ class Guards:
                 able.append(guard)
                 self.remembers = self.remembers or len(guard.pushes) > 0
                 if self.sessions and isinstance(guard, SessionGuard) and guard.unreadable:
-                    self._drop(guard, guard.unreadable)  # it counts no calls of a body that it could not inspect
+                    self._drop(guard, guard.unreadable)  # its calls cannot be counted
                 if second is not None:
                     able.append(second)
                     self.sessions = [*self.sessions, second]
@@ -272,26 +276,26 @@ class Guards:
         self.active = able
 
     def note_unpaid(self, budget: BudgetGuard) -> None:
-        """Note if a rule does not count a request, because it does not tell who pays."""
+        """Record that a rule does not count the request, because its caller is unknown."""
         if budget.lacks_caller:
             self._leave_out(budget.plan, BUDGET, MISSING, allowed=budget.is_allowed)
 
     def list_pushes(self) -> list[AnyPush]:
-        """The values that the store has to keep before anything is counted."""
+        """The entries to store before anything is counted."""
         return [push for guard in self.active for push in guard.pushes]
 
     @property
     def waits(self) -> bool:
-        """Whether a guard's verdict depends on values that the store has kept."""
+        """Whether a verdict depends on the answers to pushes."""
         return any(guard.waits for guard in self.active)
 
     @property
     def needs_store(self) -> bool:
-        """Like `waits`, for requests that name their session; otherwise, the history in the request is sufficient."""
+        """Like `waits`, but only for requests that name their session; others contain the history they need."""
         return any(guard.waits and guard.session != "" for guard in self.active)
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """Process the store's answers to the pushes, in their order; guards that cannot are removed."""
+        """Process the answers to the pushes, in their order; guards that cannot are removed."""
         taken = 0
         recalled = []
         for guard in self.active:
@@ -308,7 +312,7 @@ class Guards:
         self.active = recalled
 
     def list_hits(self) -> list[Question]:
-        """The hits and steps that the store has to count, and at the end what is taken from budgets."""
+        """The questions that count the request, with those of budgets last."""
         hits: list[Question] = [guard.hit for guard in self.active if guard.hit is not None]
         for guard in self.budgets:
             for each in guard.reserved:
@@ -316,7 +320,7 @@ class Guards:
         return hits
 
     def _hand_out(self, counts: Sequence[Answer]) -> None:
-        """Give guards of budgets their answers, which are the last ones."""
+        """Give the guards of budgets their answers, which are last."""
         place = len(counts)
         for guard in reversed(self.budgets):
             for each in reversed(guard.reserved):
@@ -326,10 +330,11 @@ class Guards:
                     each.answer(answer)
 
     def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
-        """The guards' verdicts.
+        """The guards' outcomes.
 
         Args:
-            counts: answers to the hits, in their order; None if there are none, so that there are no verdicts.
+            counts: answers to the hits, in their order; None if there are none, and no outcomes
+                either.
         """
         if counts is None:
             return []
@@ -361,14 +366,13 @@ class Guards:
         return found
 
     def _spare(self, outcome: Outcome) -> Outcome:
-        """The same outcome without an action."""
         if outcome.action is Action.ALLOW:
             return outcome
         self.spared.append(outcome)
         return outcome.change_action(Action.ALLOW)
 
     def fail(self, error: Exception) -> None:
-        """Note that none of these guards can be counted."""
+        """Record that none of these guards can be counted."""
         self.failures.append((self.active[0].plan.id, error))
         self.active = []
 
@@ -380,7 +384,7 @@ class Guards:
         return taken
 
     def drop_body_readers(self, reason: str) -> None:
-        """Remove the guards that need the body, or all of them if the request stands for many requests."""
+        """Remove the guards that need the body, or all of them if the request opens a WebSocket for many calls."""
         if not self.active:
             return
         kept = []
@@ -397,7 +401,10 @@ class Guards:
             self._drop(guard, reason)
 
     def _fail_to_read(self, guard: Guard, error: Exception) -> None:
-        """Note an error in Loopguard. A client may have caused it, so the request is also uncounted, as `uncountable` rules."""
+        """Record an internal error.
+
+        A client may have caused it, so the request is also uncounted, as `uncountable` rules.
+        """
         self.failures.append((guard.plan.id, error))
         self._drop(guard, UNREADABLE)
 
@@ -405,7 +412,7 @@ class Guards:
         self._leave_out(guard.plan, guard.compiled.name, reason, allowed=guard.is_allowed)
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
-        if (plan.id, detector, reason) not in self.left_out:  # else it is left out for another caller, too
+        if (plan.id, detector, reason) not in self.left_out:  # otherwise left out for another caller
             self.left_out.append((plan.id, detector, reason))
         refuses = reason in CHOSEN_BY_CLIENTS if plan.refuses_uncountable else reason == RESPONSES_WEBSOCKET
         if refuses and not allowed and self.forbidden is None:
@@ -413,38 +420,40 @@ class Guards:
 
 
 class Exchange(Reading):
-    """One request under way.
+    """One request being processed.
 
     Attributes:
-        state: what Envoy lets Loopguard do about the body.
-        started: when its newest message came, by `perf_counter`.
-        record: what `--record` keeps of it; None without that.
-        raw: its body as it came, if it may be edited.
-        unknown: why it is not known.
-        delayed: it has a place among the delayed requests.
-        tenant: whose place that is.
-        waits: its answer is delayed and not sent yet; what it has reserved is given back if it never is.
+        state: what Loopguard can do with the body; see `PASSING`.
+        started: when its newest message arrived, by `perf_counter`.
+        record: its record for `--record`; None without that.
+        raw: the body as received, if it may be edited.
+        unknown: why the body is unknown.
+        delayed: it has one of the places for delayed requests.
+        tenant: the caller who has that place.
+        waits: its answer is delayed and not sent yet; if it never is, its reservations are given
+            back.
         content: its body, if a policy may inspect it.
-        document: the parsed body, once a policy may have read it; None if it differs from the bytes that were sent.
+        document: the parsed body, if a policy may have read it; None if it differs from the bytes
+            received.
         enforcing: the guards whose verdict is the answer.
         shadow: the guards whose verdict has no effect.
         groups: both.
         reserves: some guards limit sessions or budgets.
-        settles: what one of these takes is settled after the response.
-        inspects: maximum length of a body to keep for inspection, in bytes; 0 for none.
-        steers: maximum length of a body to keep for editing, in bytes; 0 for none.
-        reads_ends: of bodies longer than `inspects`, an excerpt may be inspected.
+        settles: some reservation is settled after the response.
+        inspects: maximum length of a body to hold for inspection, in bytes; 0 for none.
+        steers: maximum length of a body to hold for editing, in bytes; 0 for none.
+        reads_ends: bodies longer than `inspects` may be inspected as an excerpt.
         plans: the policies that matched.
-        leaves_out_notes: a detector gives notes to a share of the conversations.
-        paired: the verdict of a policy is compared with another's.
-        trace: each policy's verdict, after such a comparison.
-        after_notes: what it shows to have come after notes, once it has been reported.
-        is_overridden: there may be operators' orders about it.
+        leaves_out_notes: a detector gives notes only to a percentage of conversations.
+        paired: an outcome is compared with another policy's.
+        trace: each policy's outcome, after such a comparison.
+        after_notes: the effects of earlier notes that it shows, once reported.
+        is_overridden: operators' orders may apply to it.
         counts_failed: it stays counted if its upstream fails.
-        failure: how its conversation's tool fails, once that has been looked for; None if it does not.
+        failure: the failing tool of its conversation, if it has been looked for and found.
         fails_for_many: that tool fails in this way for many sessions.
-        conversation_key: where it has been reported as part of a looping conversation; empty if it has not.
-        is_priced: it has been reported there with the cost that its sessions or budgets have estimated.
+        conversation_key: its row among looping conversations; empty if it is not reported there.
+        is_priced: that report includes the estimated cost.
     """
 
     def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
@@ -485,12 +494,12 @@ class Exchange(Reading):
 
     @property
     def sessions(self) -> list[SessionGuard]:
-        """The guards that limit sessions, of both groups."""
+        """The guards of session limits, of both groups."""
         return [*self.enforcing.sessions, *self.shadow.sessions] if self.shadow.sessions else self.enforcing.sessions
 
     @property
     def budgets(self) -> list[BudgetGuard]:
-        """The guards that limit what callers use, of both groups."""
+        """The guards of budgets, of both groups."""
         return [*self.enforcing.budgets, *self.shadow.budgets] if self.shadow.budgets else self.enforcing.budgets
 
     @property
@@ -506,22 +515,25 @@ class Exchange(Reading):
 
     @property
     def shown(self) -> bytes | memoryview | None:
-        """The content for refusals, which do not depend on bodies that only shadow policies inspect."""
+        """The content, for refusals.
+
+        They must not depend on bodies that only shadow policies inspect.
+        """
         content = self.content
         return content if content is not None and len(content) <= self._shown else None
 
     @property
     def may_be_edited(self) -> bool:
-        """Whether an enforcing policy may have to change its body for other reasons than a loop."""
+        """Whether an enforcing policy may have to change its body, loops aside."""
         return self.asks_usage or any(session.narrowing is not None for session in self.enforcing.sessions)
 
     @property
     def asks_usage(self) -> bool:
-        """Whether a policy asks for the usage of streams, and the request's API has a switch for that."""
+        """Whether a policy makes streams report their usage, and the request's API can."""
         return len(self.list_asking()) > 0 and read_path(self.request.path).ask_usage is not None
 
     def list_asking(self) -> list[Plan]:
-        """The policies that ask for the usage of streams."""
+        """The policies that make streams report their usage."""
         asking = [session.plan for session in self.enforcing.sessions if session.limiter.asks_usage]
         return asking + [each.plan for each in self.enforcing.budgets if each.budget.asks_usage and each.reserved]
 
@@ -531,7 +543,7 @@ class Exchange(Reading):
         return self.enforcing.needs_body or self.shadow.needs_body
 
     def admit(self, plan: Plan) -> None:
-        """Make every detector of the plan a guard, or note why it does not count this request."""
+        """Create the plan's guards, or record why they do not count this request."""
         self.paired = self.paired or plan.paired
         if plan.ramp is not None and plan.watching is not None and not self.enforcing.acts_on(plan, plan.ramp, self.request):
             plan = plan.watching
@@ -554,7 +566,6 @@ class Exchange(Reading):
         self.reserves = self.reserves or plan.limiter is not None or plan.budget is not None
 
     def _admit_budget(self, plan: Plan, budget: BudgetPlan, group: Guards) -> None:
-        """Make the plan's budgets a guard of a group."""
         group.admit_budget(plan, budget, self.request, self._last)
         if group.budgets:
             self.settles = self.settles or budget.guard.needs_body
@@ -562,7 +573,7 @@ class Exchange(Reading):
             self._look_at(plan)
 
     def _look_at(self, plan: Plan) -> None:
-        """Keep bodies of the length that the plan needs."""
+        """Hold bodies up to the length that the plan needs."""
         self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
         if not plan.shadow:
             self._shown = max(self._shown, plan.inspects)
@@ -574,7 +585,7 @@ class Exchange(Reading):
             group.apply_overrides(standing, now, self.request)
 
     def split(self) -> Exchange:
-        """Move the shadow policies that need the body into an exchange of their own."""
+        """Move the shadow policies that need the body to a new exchange."""
         watching = Exchange(self.request, self.scope, self._key)
         watching.shadow.active = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
@@ -599,14 +610,16 @@ class Exchange(Reading):
         excerpt: Excerpt | None = None,
         shadow: bool = True,
     ) -> None:
-        """Complete the fingerprints when the body is known, or known to stay unknown.
+        """Let the guards read the body, once it is complete or cannot become known.
 
         Args:
-            sums: the body's checksums. None if it is unknown: guards that need it do not count the request.
-            reason: why the body is unknown, for `uncounted`.
+            sums: the body's checksums. None if it is unknown: guards that need it do not count the
+                request.
+            reason: why the body is unknown, for the metric `uncounted`.
             content: the body's bytes; None if no policy may inspect them.
             withheld: why not.
-            excerpt: an excerpt of a body that is too long; `content` is then the bytes of the excerpt.
+            excerpt: makes an excerpt of a body that is too long; `content` is then the excerpt's
+                bytes.
             shadow: include the shadow policies; otherwise `read_shadow` does that later.
         """
         if sums is None:
@@ -622,11 +635,11 @@ class Exchange(Reading):
                     self._open_document(content)
                 else:
                     self._open_excerpt(excerpt, content)
-            except Exception as error:  # noqa: BLE001  # guards that need no document still count the request
+            except Exception as error:  # noqa: BLE001  # some guards need no document
                 self.unreadable = UNREADABLE
                 group = self.enforcing if self.enforcing.active else self.shadow
                 group.failures += [(guard.plan.id, error) for guard in group.active[:1]]
-        if self.enforcing.active:  # else no guard counts it, perhaps because its query would take too long to read
+        if self.enforcing.active:  # otherwise, reading the query might take too long
             self.enforcing.read(self)
         if shadow and self.shadow.active:
             self.shadow.read(self)
@@ -637,9 +650,9 @@ class Exchange(Reading):
         return not list_encodings(self.request.headers.get("content-encoding", b""))
 
     def sum_up(self, body: bytes | memoryview) -> Body:
-        """The checksums of a body without its content-encoding, so that equal bodies count as equal, compressed or not.
+        """The checksums of the decompressed body, so that equal bodies are equal, compressed or not.
 
-        They are those of the body as it was sent if it is too long, or does not match its encoding.
+        If the body is too long or does not match its encoding, they are those of the body as sent.
         """
         try:
             encoding = self.request.headers.get("content-encoding", b"")
@@ -649,13 +662,13 @@ class Exchange(Reading):
         return NO_BODY.plus(body)
 
     def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> None:
-        """Open an excerpt of the body, without a search for notes."""
+        """Open an excerpt of the body, without searching it for notes."""
         shortened = make_excerpt(excerpt, content)
         if shortened is not None:
             self.content, self.plain = bytes(shortened), shortened
 
     def _open_document(self, content: bytes | memoryview) -> None:
-        """Open the body, and remove notes, or note why it cannot be read."""
+        """Open the body and remove notes, or record why it is unreadable."""
         try:
             text = read_text(content, self.request.headers.get("content-encoding", b""), self.inspects)
         except UnreadableError as error:
@@ -675,7 +688,10 @@ class Exchange(Reading):
         self.plain = document
 
     def find_cause(self, repeat: Repeat | None, newer: int = 0) -> Cause | None:
-        """See `find_cause`. The note and the report about it ask for the same one."""
+        """See `causes.find_cause`.
+
+        The result for the request's own loop is shared by the note and the report.
+        """
         if repeat is None or self.plain is None:
             return None
         if newer:
@@ -689,15 +705,18 @@ class Exchange(Reading):
 
         Args:
             guard: a guard that steers.
-            data: the body, or the document made of it earlier.
+            data: the body, used if it has not been parsed.
 
         Raises:
-            NotCounted: it contains no conversation, or cannot be read.
+            NotCounted: it contains no conversation, or is unreadable.
         """
         return self._open_marks(self.document if self.document is not None else Document(data), guard)
 
     def frame_answer(self, outcome: Outcome, text: str) -> str:
-        """Write a text as an answer in the model's place, so that it is recognized later; unchanged if that is impossible."""
+        """Mark a text that answers in the model's place, so that it is recognized later.
+
+        It stays unmarked if that is impossible.
+        """
         data = self.shown
         if data is None or (self.plain is not None and self.plain.shortened):
             return text
@@ -707,17 +726,18 @@ class Exchange(Reading):
             return text
 
     def _open_marks(self, document: Document, guard: Guard | None = None) -> Marks:
-        """The marks to recognize notes, also without a guard.
+        """The marks to recognize notes with or without a guard.
 
-        Marks depend on the caller as the head alone identifies it, because notes are removed before any policy reads the body.
-        If a policy enforces, shadow policies have no influence on what is removed.
+        Marks depend on the caller as identified by the head alone, because notes are removed before
+        any policy reads the body. If a policy enforces, shadow policies do not influence what is
+        removed.
         """
         guards = self.enforcing.active or self.shadow.active
         callers = [each.caller_in_head for each in ([guard, *guards] if guard is not None else guards)]
         return Marks(self._key, list(dict.fromkeys(callers)), hash_first_words(document))
 
     def _find_marks(self, document: Document) -> Marks | None:
-        """The marks if something in the body looks like a note; None if no note can be recognized."""
+        """The marks to recognize notes, for a body that may contain some; None if there are none."""
         group = self.enforcing if self.enforcing.active else self.shadow
         if not group.active:
             return None
@@ -725,14 +745,14 @@ class Exchange(Reading):
             return self._open_marks(document)
         except NotCounted:
             return None
-        except Exception as error:  # noqa: BLE001  # what looks like a note counts as content
+        except Exception as error:  # noqa: BLE001  # possible notes then count as content
             group.failures.append((group.active[0].plan.id, error))
             return None
 
     def read_shadow(self, withheld: str = "") -> None:
-        """Complete the fingerprints of the shadow policies.
+        """Let the shadow policies read the body.
 
-        The stack is as deep as in `read_body`, so that a body that is nested too deeply for enforcing policies is so here, too.
+        The stack is as deep as in `read_body`, so both fail for the same nesting.
 
         Args:
             withheld: why they may not inspect the body; empty if they may.
@@ -742,14 +762,14 @@ class Exchange(Reading):
             self.shadow.read(self)
 
     def find_tenant(self) -> str:
-        """The caller as the first policy identifies it by headers; empty for none."""
+        """The caller as the first policy identifies it by the head; empty without guards."""
         for group in self.groups:
             for guard in group.active:
                 return guard.caller
         return ""
 
     def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
-        """Decide about a counted request. The counts are those for `Guards.judge`."""
+        """Decide about a counted request; the arguments are as for `Guards.judge`."""
         trace = self.enforcing.judge(counts)
         if self.leaves_out_notes:
             for place, outcome in enumerate(trace):
@@ -764,7 +784,10 @@ class Exchange(Reading):
         return decide(trace, watched)
 
     def gets_notes(self, outcome: Outcome) -> bool:
-        """Whether the conversation is in its detector's `steer_share`: the same for every replica, policy and request of it."""
+        """Whether the conversation is in its detector's `steer_share`.
+
+        The same for every replica, policy and request of a conversation.
+        """
         guard = self.find_guard(outcome)
         if not isinstance(guard, LoopGuard) or guard.detector.steer_share >= EVERYBODY or self.plain is None:
             return True
@@ -789,7 +812,7 @@ class Exchange(Reading):
             group.give_up(reason)
 
     def let_go(self) -> None:
-        """Free the request when its stream has ended. Else only the garbage collector would, because guards refer to it."""
+        """Drop references when the stream has ended, so that the request is freed without the garbage collector."""
         for session in self.sessions:
             session.let_go()
         for budget in self.budgets:
@@ -799,11 +822,11 @@ class Exchange(Reading):
             rest.let_go()
 
     def list_left_out(self) -> list[tuple[str, str, str]]:
-        """(policy, detector, reason) of those that matched but do not count this request."""
+        """(policy, detector, reason) of guards that matched but do not count this request."""
         return [*self.enforcing.left_out, *self.shadow.left_out]
 
     def list_uncounted(self) -> list[tuple[str, str]]:
-        """(policy, reason), each once, of policies with a detector that does not count this request."""
+        """(policy, reason), without duplicates, of policies with a detector that does not count this request."""
         left_out = self.list_left_out()
         return list(dict.fromkeys((policy, reason) for policy, _, reason in left_out))
 
@@ -829,9 +852,9 @@ def join_callers(trace: list[Outcome]) -> list[Outcome]:
 
 
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
-    """The strictest outcome of each policy, whose detectors are adjacent in the trace."""
+    """The strictest outcome of each policy. Its detectors are adjacent in the trace."""
     size = len(trace)
-    if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004  # nothing to group, as for most requests
+    if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004  # the usual case
         return trace
     grouped = [trace[0]]
     for place in range(1, size):

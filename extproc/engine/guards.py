@@ -1,7 +1,8 @@
-"""What a policy makes of one request, from its headers to a verdict: a guard for each of its detectors, and for its limits.
+"""Guards: each applies one detector, or the session limits, of a policy to one request.
 
-A guard may stop its request. Once the body is known, it reads it, the store counts what it asks for, and then it judges.
-Pure, like `exchange`, which calls it.
+A guard's steps: `apply_overrides` looks up operators' orders, `read` takes the body and prepares
+the pushes and the hit for the store, `recall` takes the answers to pushes, `judge` takes the answer
+to the hit. Pure, like `exchange`, which calls it.
 """
 
 from __future__ import annotations
@@ -68,22 +69,22 @@ from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 Compiled: TypeAlias = Detector | SessionLimiter | BudgetRules
-"""What a policy compiles, and what its guards are made of."""
+"""What guards are made from."""
 
 Answer: TypeAlias = Count | Standing | Taken
-"""What the store answers to a guard's question."""
+"""The store's answer to a guard's hit."""
 
 Kept: TypeAlias = Sequence[bytes] | Trail
 """The store's answer to a push."""
 
 _CALL: Final = 16
 _CALLS_AT_ONCE: Final = 256
-"""Random bytes are read for this many names at a time, because the system call takes most of the time."""
+"""Random bytes are read for this many names at once, because the system call is slow."""
 
 NO_LABELS: Final[list[tuple[str, str]]] = []
 
 _LONGEST_CALLER: Final = 512
-"""A caller with longer descriptors, in characters, is looked up each time."""
+"""Callers with more characters in their descriptors are not cached."""
 
 _TWICE: Final = 2
 _IDENTITY: Final = 8
@@ -92,14 +93,17 @@ _KILLED: Final = LIMITS.index(KILLED)
 
 
 class _Calls:
-    """Random names for calls, so that a forged access log entry cannot guess the name of another client's call."""
+    """Random names for calls.
+
+    A forged access log entry cannot guess the name of another client's call.
+    """
 
     def __init__(self) -> None:
         self._names = b""
         self._at = 0
 
     def name(self) -> bytes:
-        """Make a name that no other call has."""
+        """A new, unique name."""
         at = self._at
         if at >= len(self._names):
             self._names, at = os.urandom(_CALL * _CALLS_AT_ONCE), 0
@@ -112,31 +116,34 @@ CALLS: Final = _Calls()
 
 
 class Guard:
-    """One guard and one request; everything below `values` is set by `read`.
+    """One guard and one request. `read` sets everything below `values`.
 
     Attributes:
         plan: the policy.
-        compiled: what the policy has compiled for it.
-        values: the descriptors that the request has, by name.
+        compiled: the detector or limits.
+        values: the request's descriptors, by name.
         caller: the same, joined as in the composite.
-        caller_in_head: the same without descriptors from the exchange.
+        caller_in_head: the same, without descriptors in the body.
         composite: the whole composite.
         fingerprint: its CRC32, 8 hex digits.
         tenant: the caller's name, 16 hex digits; see `CallerNames`.
         body_crc32: of the body as this guard compares it.
-        repeat: what the request itself says about a loop, None where requests are counted.
-        subject: what the request is about.
-        compared: what was compared instead of the body, None if the body itself was.
-        compared_exactly: the body was compared byte for byte, because the similarity does not apply to it.
-        hit: what the store is asked to count, None for nothing.
-        session: the name of the request's session, empty if only the request itself is judged.
-        memory: what later requests of the conversation need of this one, None for nothing.
-        pushes: `memory` as questions for the store, by the session's name and by what the request shows.
-        waits: no verdict is possible before the store has answered the pushes.
-        needs_body: this guard cannot judge the request without its exchange.
-        overrides: operators' orders about the request, as far as it is known.
-        labels: what is shown of the caller, by name.
-        first: the one with the same rules for the request's first caller; None if this is that one.
+        repeat: the loop that the request itself shows; None if requests are counted.
+        subject: what the request is about, for messages.
+        compared: what was compared instead of the body; None if the body itself was.
+        compared_exactly: the body was compared byte by byte, because the similarity does not apply
+            to it.
+        hit: the question that counts the request; None if nothing is counted.
+        session: the name of the request's session; empty if only the request itself is judged.
+        memory: what later requests of the conversation need from this one; None for nothing.
+        pushes: questions that store `memory`, by the session's name and by the conversation's
+            content.
+        waits: the verdict depends on the answers to `pushes`.
+        needs_body: the guard cannot judge the request without its body.
+        overrides: operators' orders about the request that have been found so far.
+        labels: values shown with the caller, by name.
+        first: the guard with the same rules for the request's first caller; None if this is the
+            one.
     """
 
     def __init__(  # noqa: PLR0913  # all that a request's head tells
@@ -148,7 +155,7 @@ class Guard:
         session: Sequence[str],
         subject: Subject,
     ) -> None:
-        """Take the request's head; `session` is the session that it names."""
+        """`session` is the session that the request's head names."""
         self.plan = plan
         self.compiled = compiled
         self.values = values
@@ -175,29 +182,33 @@ class Guard:
         self._now = 0.0
 
     def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Guard:
-        """A guard with the same rules for another caller of the request; `place` is 0 for the second.
+        """A guard with the same rules for another caller of the request; `place` is 0 for the second caller.
 
-        What is read from the body is read only once, because a client chooses the number of callers.
+        What the first guard reads from the body is reused, because clients choose the number of
+        callers.
         """
         raise NotImplementedError
 
     def _follow(self, first: Guard) -> None:
-        """Take what does not depend on the caller."""
+        """Copy what does not depend on the caller."""
         self.first = first
         self.labels = first.labels
 
     def is_about(self, tenant: str) -> bool:
-        """Whether a verdict about this caller is the guard's."""
+        """Whether an outcome for this caller may be the guard's."""
         return self.tenant == tenant
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:  # noqa: ARG002  # for detectors
-        """Look up operators' orders about the caller; after the body has been read, all others, too."""
+        """Look up operators' orders about the caller.
+
+        Others are looked up once the body has been read.
+        """
         self._standing = standing
         self._now = now
         self._look_up_caller(whole=not self.plan.reads_body)
 
     def find_alias(self) -> str:
-        """The caller's alias; empty for none."""
+        """The caller's alias; empty if it has none."""
         aliases = self.plan.aliases
         if aliases:
             for known in [self.tenant, *self.list_parts()]:
@@ -206,7 +217,7 @@ class Guard:
         return ""
 
     def list_parts(self) -> list[str]:
-        """The names of the values that identify the caller together; nothing if there is only one."""
+        """The names of the values that identify the caller together; empty if there is only one."""
         return self.plan.callers.list_parts(self.values)
 
     def list_credentials(self) -> list[str]:
@@ -214,7 +225,10 @@ class Guard:
         return self.plan.callers.list_secrets(self.values)
 
     def _know_caller(self, others: Sequence[str], *, whole: bool) -> Caller:
-        """All names by which orders may refer to the caller or to the `others`; `whole`: all of its descriptors are known."""
+        """All names by which orders may refer to the caller or the `others`.
+
+        `whole`: all of the caller's descriptors are known.
+        """
         named, aliases = self.plan.callers.split(self.values), self.plan.aliases
         names = [
             *[each.hash() for each in named],
@@ -226,36 +240,39 @@ class Guard:
         return Caller(list(dict.fromkeys(names)), [*self.values, *[(each.name, each.value) for each in named]])
 
     def list_other_names(self) -> list[str]:
-        """The names of others that the request counts for: what orders say about them may concern it."""
+        """The names of other callers that the request counts for; orders about them may apply."""
         return []
 
     @property
     def is_allowed(self) -> bool:
-        """An operator allows the request."""
+        """Whether an operator allows the request."""
         return bool(self.overrides) and find_kind(self.overrides, ALLOW) is not None
 
     def find_stop(self) -> ActiveOverride | None:
-        """The order that refuses the request; None for none."""
+        """The order that refuses the request, if any."""
         return find_kind(self.overrides, BLOCK) if self.overrides else None
 
     @property
     def is_anonymous(self) -> bool:
-        """Nothing identifies the caller. A session does not, because clients choose its name freely."""
+        """Whether nothing identifies the caller.
+
+        A session does not, because clients choose its name.
+        """
         return not self.caller and self.plan.tells_callers_apart
 
     def goes_on_without_body(self) -> bool:
-        """Whether it can judge the request although its body is not known."""
+        """Whether it can judge the request without its body."""
         return False
 
     def read(self, exchange: Reading, missing: list[tuple[str, str]]) -> None:
-        """Work out the names, and what the store is asked to count.
+        """Read the request, and prepare the questions to the store.
 
         Args:
-            exchange: the request, whose body has come.
-            missing: collects (policy, limit key) of what the body does not have.
+            exchange: the request with its body.
+            missing: collects (policy, limit key) of descriptors that the body lacks.
 
         Raises:
-            NotCounted: what this guard compares is not available.
+            NotCounted: something that this guard compares is unavailable.
         """
         raise NotImplementedError
 
@@ -263,25 +280,25 @@ class Guard:
         """Drop the request, which has ended."""
 
     def name_request(self) -> None:
-        """Work out fingerprint and tenant, if `read` has not."""
+        """Compute fingerprint and tenant, if `read` has not."""
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """Take the store's answers to the pushes, which may change the verdict.
+        """Take the answers to the pushes, which may change the verdict.
 
         Raises:
-            NotCounted: the answers are not enough to count the request.
+            NotCounted: the answers are not sufficient to count the request.
         """
 
     def list_counted(self) -> list[tuple[str, str]]:
-        """Kinds and keys of what is to forget the request should its upstream fail."""
+        """Counters to undo if the upstream fails, as (kind, key)."""
         return []
 
     def judge(self, count: Answer) -> Outcome:
-        """The guard's verdict."""
+        """The guard's outcome."""
         raise NotImplementedError
 
     def _look_up_caller(self, *, whole: bool) -> None:
-        """Look up the orders about the caller alone; `whole`: all of its descriptors are known."""
+        """Look up orders about the caller alone; `whole`: all of its descriptors are known."""
         standing, plan = self._standing, self.plan
         if standing is None:
             return
@@ -308,15 +325,15 @@ class Guard:
         self.overrides = [*self._of_caller, *found] if found else self._of_caller
 
     def _find_kin(self) -> str:
-        """Another session whose orders may concern the request; empty for none."""
+        """Another session whose orders may apply to the request; empty if there is none."""
         return ""
 
     def _concerns(self, order: ActiveOverride) -> bool:  # noqa: ARG002  # for guards that have kin
-        """Whether an order about the other session concerns the request."""
+        """Whether an order about the other session applies to the request."""
         return True
 
     def _read_body_descriptors(self, exchange: Reading, inspected: int, missing: list[tuple[str, str]]) -> None:
-        """Take the whole caller; `inspected` is the largest body that is read, in bytes."""
+        """Complete the caller from the body; `inspected` is the maximum body length, in bytes."""
         document = exchange.open(inspected, shadow=self.plan.shadow)
         self.values = self.plan.read_body_descriptors(document, self.values, missing, exchange.request.hash_key)
         self.caller = join_descriptors(self.values)
@@ -324,17 +341,17 @@ class Guard:
 
 
 def renew(name: str, orders: Sequence[ActiveOverride]) -> str:
-    """A part of a key that changes with each release, so that earlier counts are not found again."""
+    """Add the newest release to a part of a key, so that the key differs from all keys before the release."""
     release = find_kind(orders, RELEASE)
     return name if release is None else f"{release.epoch}.{name}"
 
 
 class LoopGuard(Guard):
-    """A detector in one request.
+    """A detector, applied to one request.
 
     Attributes:
-        detector: what it is made of.
-        claim: what the request's headers say about the body, None for nothing.
+        detector: the detector.
+        claim: what the headers claim about the body; None for nothing.
         contradicted: the body contradicts the headers.
     """
 
@@ -357,18 +374,17 @@ class LoopGuard(Guard):
         return other
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
-        """See `Guard`; orders about the session that started an agent concern the agent."""
+        """See `Guard`. Orders about a session apply to the agents that it started, too."""
         names = self.plan.root_names
         if standing.name_sessions:
             self._root = names.find(names.read(request), None)
         super().apply_overrides(standing, now, request)
 
     def _find_kin(self) -> str:
-        """See `Guard`."""
         return self._root
 
     def find_stop(self) -> ActiveOverride | None:
-        """See `Guard`; without session limits, a kill of a session holds as well."""
+        """See `Guard`. Without session limits, it also enforces kills of sessions."""
         stop = super().find_stop()
         if stop is not None or not self.overrides or self.plan.limiter is not None:
             return stop
@@ -396,7 +412,7 @@ class LoopGuard(Guard):
             self.pushes = self._list_pushes(self.plan.rings, self.memory, exchange.scope)
 
     def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[AnyPush]:
-        """Rings are found by a session's name; a request without a turn is known only by the history that it shows."""
+        """A ring is found by the session's name; a request without a turn is only known by its history."""
         detector, session = self.detector.name, renew(self.session, self.overrides)
         pushes: list[AnyPush] = []
         if memory.place is not None:
@@ -406,7 +422,10 @@ class LoopGuard(Guard):
         return pushes
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """See `Guard`; if the chain knows the whole conversation, several conversations may share its name."""
+        """See `Guard`.
+
+        If the chain knows the whole conversation, only the chain counts: names may be shared.
+        """
         memory = self.memory
         if memory is None or not memory.waits:
             return
@@ -427,7 +446,11 @@ class LoopGuard(Guard):
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
 
     def list_counted(self) -> list[tuple[str, str]]:
-        """See `Guard`. The first request of a window stays counted, unless two are a loop: no other one has to be told."""
+        """See `Guard`.
+
+        The first request of a window stays counted, unless the threshold is two, to save the
+        report.
+        """
         detector, hit = self.detector, self.hit
         if detector.counts_failed:
             return []
@@ -437,7 +460,7 @@ class LoopGuard(Guard):
         return counted
 
     def _compare(self, exchange: Reading, document: Document) -> Body:
-        """Look into the body; returns the sums of what is compared in its place."""
+        """Read the body; the checksums of what is compared in its place."""
         similarity, rings, first = self.detector.similarity, self.plan.rings, self.first
         if isinstance(first, LoopGuard):
             self.session, self.subject = first.session, first.subject
@@ -459,14 +482,14 @@ class LoopGuard(Guard):
         return exchange.sums
 
     def _compare_excerpt(self, exchange: Reading, document: Document) -> Body:
-        """The same for an excerpt, which is all that is known about a body that is too long to be read."""
+        """As `_compare`, for an excerpt of a body that is too long."""
         try:
             return self._compare(exchange, document)
         except NotCounted:
             raise NotCounted("inspect_limit") from None
 
     def _ask(self) -> None:
-        """Make what the store is asked to count: everything that the key depends on is now known."""
+        """Prepare the hit. Everything that its key depends on is known now."""
         if self._standing is not None:
             self._look_up(self._standing)
         scope, name = self._name
@@ -475,22 +498,22 @@ class LoopGuard(Guard):
 
 
 class SessionGuard(Guard):
-    """The session limits of a policy in one request.
+    """A policy's session limits, applied to one request.
 
     Attributes:
-        limiter: what it is made of.
-        calls: that the request's history shows.
+        limiter: the limits.
+        calls: the calls in the request's history.
         call: the name of the request, 16 bytes, for its settlement.
-        model: the model in the request, empty for none.
+        model: the model in the request; empty if missing.
         reserve: estimated cost, in nano-dollars.
-        standing: of the session, once the store has counted the request; None before.
-        narrowing: what the request must no longer offer, None for nothing.
-        unreadable: why the body could not be searched for calls, empty if it could.
-        agent: of the session, as the head names it.
+        standing: the session's state after the request was counted; None before.
+        narrowing: tools to remove from the request; None for nothing.
+        unreadable: why the body could not be searched for calls; empty if it could.
+        agent: the agent that sends the request, according to the head.
         agent_name: hash of the agent's name, 16 hex digits; empty for the session itself.
         parent_name: the same for the agent that started it.
-        is_second: it counts the start of a conversation among requests without a session; another guard counts it as a
-            session.
+        is_second: it counts the start of a conversation among requests without a session, in
+            addition to the guard that counts it as a session.
     """
 
     def __init__(
@@ -528,12 +551,12 @@ class SessionGuard(Guard):
         return other
 
     def find_stop(self) -> ActiveOverride | None:
-        """See `Guard`; a session can be killed as well."""
+        """See `Guard`. It also enforces kills of sessions."""
         stop = super().find_stop()
         return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
 
     def goes_on_without_body(self) -> bool:
-        """Every request is a step, whatever its exchange."""
+        """See `Guard`. Every request is a step, whatever its body."""
         self._unknown = not self.plan.reads_body
         return self._unknown
 
@@ -560,7 +583,7 @@ class SessionGuard(Guard):
         self.call = CALLS.name()
         self.model = cut_text(find_model(exchange.request.path, self.calls.model), LONGEST_MODEL)
         size, budget, answer = exchange.sums.length, self.plan.budget, self.calls.answer or DEFAULT_ANSWER
-        # The policy's budgets count what a model reads, which takes longer; then sessions have the same estimate.
+        # If budgets need the more exact, slower estimate, sessions use it, too.
         shared = budget is not None and budget.guard.needs_body
         tokens = exchange.estimate_prompt(document, size) if shared else estimate_tokens(size)
         self.reserve = self.limiter.rates.weigh(self.model, tokens, answer)
@@ -572,13 +595,16 @@ class SessionGuard(Guard):
             self.pushes = [self.limiter.chains.make_link(DETECTOR, exchange.scope, self.tenant, "", place, entry, fresh)]
             if self.waits:
                 self._place = place
-            else:  # a conversation begins, and nothing else can be its name
+            else:  # a new conversation has no earlier name
                 self._name_session(fresh.hex())
         if not self.waits:
             self._ask(exchange)
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """See `Guard`; its session is the conversation that it shows, or its agent's root."""
+        """See `Guard`.
+
+        The session is the agent's root, or the conversation that the request continues.
+        """
         if self.agent.hangs and self._exchange is not None:
             self._learn_root(answers[0])
             self._ask(self._exchange)
@@ -589,14 +615,15 @@ class SessionGuard(Guard):
                 if not answer.whole or len(answer.entries) != min(self._earlier_steps, MAX_ENTRIES):
                     self._place = None
                 self._ask(self._exchange)
-        # Only now is the name known, so only now can an order about it be found.
+        # The name is known only now, and with it the orders about the session.
         if self.waits and not self.limiter.shadow and self.find_stop() is not None:
             self.hit, self._stopped = None, True
 
     def count_start(self) -> SessionGuard | None:
-        """Count a request that begins a conversation among those without a session, too, if these have limits.
+        """A second guard that counts the start of a conversation among requests without a session, if those have limits.
 
-        The conversation may never go on, as in a loop of one prompt. If it does, `join_session` takes it out again.
+        The conversation may never continue, as in a loop of one prompt. If it does, `join_session`
+        removes it there.
         """
         if not self._nameless or self.waits or self.limiter.unnamed is None or self._exchange is None:
             return None
@@ -611,7 +638,7 @@ class SessionGuard(Guard):
         return second
 
     def join_session(self) -> Settlement | None:
-        """Take the start of its conversation from the requests without a session; None if it is not the second request."""
+        """Remove the start of its conversation from the requests without a session; None unless this is the second request."""
         standing, limits, exchange = self.standing, self.limiter.unnamed, self._exchange
         if standing is None or limits is None or exchange is None or not self._known_before:
             return None
@@ -621,18 +648,17 @@ class SessionGuard(Guard):
         return Settlement(key, limits, bytes.fromhex(self.session) + _NO_NAME, standing.cost, estimated=False, outcome=JOINED)
 
     def _find_kin(self) -> str:
-        """See `Guard`; an agent can be stopped without its session."""
+        """See `Guard`. An agent can be stopped without its session."""
         return self.agent_name
 
     def _concerns(self, order: ActiveOverride) -> bool:
-        """See `Guard`."""
         return order.kind in {ALLOW, BLOCK, KILL}
 
     def _name_session(self, name: str) -> None:
-        """Take the session's name, empty for none.
+        """Set the session's name; empty if there is none.
 
         Raises:
-            NotCounted: it has none, and such requests have no limits.
+            NotCounted: there is none, and requests without a session have no limits.
         """
         self.session = name or UNNAMED
         if self._standing is not None:
@@ -641,15 +667,17 @@ class SessionGuard(Guard):
             raise NotCounted(UNNAMED)
 
     def _find_name(self, exchange: Reading, document: Document | None) -> str:
-        """The name of the request's session, empty for none, or if only the store knows it."""
+        """The name of the request's session; empty if there is none, or if only the store knows it."""
         name = exchange.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
         return name if not name or self.agent is NO_AGENT else self._find_root(name, exchange.scope)
 
     def _find_root(self, name: str, scope: str) -> str:
-        """The session at the root of an agent's tree, given the one that its request names.
+        """The session at the root of an agent's tree, given the session that its request names.
 
-        If only the store knows, that one is taken for the root, and the question about the step finds the root; or it is
-        empty, and the store is asked first, because operators' orders about the root change the question.
+        If only the store knows the root, there are two ways. Usually, the named session stands for
+        the root, and the store finds the root when it counts the step. If there are orders about
+        sessions, the result is empty and the store is asked first, because an order about the root
+        changes the step.
         """
         agent, roots, tenant = self.agent, self.limiter.roots, self.tenant
         self.agent_name = hash_session(agent.key, agent.name)
@@ -676,7 +704,7 @@ class SessionGuard(Guard):
         self._name_session(root)
 
     def _take_root(self, found: bytes) -> None:
-        """Take the root of the agent, in whose session the store has counted the request."""
+        """Take the agent's root, in whose session the store has counted the request."""
         root, step = found.hex(), self.hit
         self.limiter.roots.keep(self.tenant, hash_session(self.agent.key, self.agent.name), root)
         if isinstance(step, Step) and root != self.session:
@@ -684,13 +712,16 @@ class SessionGuard(Guard):
             self.hit, self.session = move_step(step, found), root
 
     def _place_below(self, root: str, parent: str) -> None:
-        """Set the agent's parent, which is empty directly below the root; in a circle, the root is no agent."""
+        """Set the agent's parent; empty directly below the root.
+
+        If the agent is its own root, it is no agent.
+        """
         self.parent_name = "" if parent == root else parent
         if self.agent_name == root:
             self.agent_name = self.parent_name = ""
 
     def _ask(self, exchange: Reading) -> None:
-        """Make what the store is asked to count."""
+        """Prepare the step for the store."""
         session, unnamed = renew(self.session, self.overrides), self.session == UNNAMED
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         granted = sum_tool_grants(self.overrides) if self.overrides and not unnamed else None
@@ -712,7 +743,7 @@ class SessionGuard(Guard):
         )
 
     def _place_in_tree(self, scope: str, session: str) -> TreeStep | None:
-        """The request's place in the tree of its session's agents; None if these have no limits."""
+        """The request's place among the agents of its session; None if agents have no limits."""
         limits = self.limiter.agent_limits
         if limits is None:
             return None
@@ -723,13 +754,16 @@ class SessionGuard(Guard):
         return TreeStep(self.limiter.find_tree(scope, self.tenant, session), limits, agent, parent)
 
     def _identify(self, exchange: Reading, session: str) -> bytes:
-        """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
+        """A digest that a retry shares.
+
+        If the history is complete, its ids and results are ignored.
+        """
         if self._unknown:
             return self.call[:_IDENTITY]
         place = self._place
         if place is not None:
             return place.identify(self.calls.offer)
-        own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task do not repeat each other
+        own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task are not retries
         return identify(exchange.head, exchange.sums, own if self.agent.hangs and own else sum_up(session) ^ own)
 
     def let_go(self) -> None:
@@ -737,7 +771,7 @@ class SessionGuard(Guard):
         self._exchange = None
 
     def name_request(self) -> None:
-        """See `Guard`; worked out on demand, because it is rarely needed and expensive."""
+        """See `Guard`. Computed lazily: expensive and rarely needed."""
         exchange = self._exchange
         if exchange is not None:
             self.composite, self.fingerprint, _ = exchange.name(exchange.sums, self.caller)
@@ -761,7 +795,10 @@ class SessionGuard(Guard):
         return self._know(outcome)
 
     def _find_narrowing(self, standing: Standing) -> Narrowing | None:
-        """See `SessionLimiter.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""
+        """See `SessionLimiter.find_narrowing`.
+
+        None as well if the only effect would be on tools that are not offered.
+        """
         found = self.limiter.find_narrowing(standing, self._limits, self._grants, self.calls)
         document = self._exchange.look(shadow=self.limiter.shadow) if self._exchange is not None else None
         if found is None or found.removes or document is None:
@@ -774,18 +811,18 @@ class SessionGuard(Guard):
         return outcome
 
     def kill(self) -> Outcome:
-        """The verdict on a session that an operator has killed."""
+        """The outcome for a session that an operator has killed."""
         self.name_request()
         self.standing = Standing(_KILLED)
         return self.limiter.kill(self.fingerprint, self.tenant)
 
     @property
     def is_let_through(self) -> bool:
-        """The store has counted the request, and no limit stops it."""
+        """Whether the store has counted the request, and no limit stops it."""
         return self.standing is not None and not self.standing.limit
 
     def refuse_unnarrowed(self) -> Outcome:
-        """The verdict if tools cannot be removed from the request."""
+        """The outcome if tools cannot be removed from the request."""
         self.name_request()
         standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True)
         self.narrowing = None
@@ -793,25 +830,25 @@ class SessionGuard(Guard):
         return self.limiter.refuse_unnarrowed(*told, self._limits, self._grants, self.session)
 
     def list_newest_tools(self) -> tuple[str, ...]:
-        """The tools that were called in the newest step."""
+        """The tools called in the newest step."""
         return self.limiter.list_newest_tools(self.calls)
 
     def list_grants(self) -> list[ActiveOverride]:
-        """The grants that its session has."""
+        """The grants of its session."""
         return [override for override in self.overrides if override.kind == GRANT and not override.budget]
 
     def name_ledger(self) -> str:
-        """The key of the ledger that has counted the request."""
+        """The key of the ledger that counted the request."""
         return self.hit.key if isinstance(self.hit, Step) else ""
 
     @property
     def nameless(self) -> Document | None:
-        """The document of a request whose session is known only by the conversation that it shows; None for others."""
+        """The document of a request whose session is known only by the conversation's content; else None."""
         exchange = self._exchange
         return exchange.look(shadow=self.limiter.shadow) if self._nameless and exchange is not None else None
 
     def _open(self, exchange: Reading) -> Document | None:
-        """The document, None where it cannot be read."""
+        """The document; None if it is unreadable."""
         try:
             return exchange.open(self.limiter.max_inspect_bytes, shadow=self.limiter.shadow)
         except NotCounted as why:
@@ -819,7 +856,6 @@ class SessionGuard(Guard):
             return None
 
     def _read_calls(self, document: Document) -> None:
-        """Look for calls."""
         first = self.first
         if isinstance(first, SessionGuard):
             self.calls, self.unreadable = first.calls, first.unreadable

@@ -1,12 +1,14 @@
 """Policies that Envoy sends with a route, in addition to policies that select requests themselves.
 
-There are two ways. Both are configured in Envoy, which only the operator can do:
+There are two ways. Both are part of Envoy's configuration, which only the operator controls:
 
-- The gRPC initial metadata `x-loopguard-policy: <id>[,<id>]` of a route names loaded policies, whatever their selectors say.
-- The metadata of a route contains a whole policy file (`loopguard` / `policy_json`). Its policies need no selector, because
-  they apply to the route. A policy with the id of a loaded policy replaces it.
+- A route's gRPC initial metadata `x-loopguard-policy: <id>[,<id>]` names loaded policies, whatever
+  their selectors say.
+- A route's metadata contains a whole policy file (`loopguard` / `policy_json`). Its policies need
+  no selector, because they apply to the route. A policy replaces a loaded one with the same id.
 
-Errors in either never reach the client: the request continues without that policy, and the error is counted and logged.
+Errors in either never reach the client: the request continues without that policy, and the error is
+counted and logged.
 """
 # interpreted: parses a route's policies once for all of its requests
 
@@ -23,18 +25,21 @@ from extproc.errors import BundleErrors, excerpt
 from extproc.policy.loader import PolicySet, Source, Unenforced, parse
 
 POLICY_METADATA = "x-loopguard-policy"
-"""The key, in a stream's gRPC initial metadata, for the ids of a route's policies, separated by commas."""
+"""The key in a stream's gRPC initial metadata for the ids of a route's policies, separated by
+commas."""
 
 POLICY_ATTRIBUTE = "xds.route_metadata.filter_metadata['loopguard']['policy_json']"
-"""The request attribute to configure in Envoy, letter by letter (`request_attributes` of the filter)."""
+"""The request attribute that Envoy must send, spelled exactly so (`request_attributes` of the
+filter)."""
 
 MAX_POLICY_JSON = 65_536
-"""Maximum length of a policy file in route metadata, in characters. It is checked between two requests, which must not wait."""
+"""Maximum length of a policy file in route metadata, in characters. It is checked on the event
+loop, while requests wait."""
 
 _MAX_KEPT = 256
 
 _NOT_SET = frozenset({"", "-"})
-"""What Envoy's formatters write for a missing value."""
+"""Envoy's formatters write these for a missing value."""
 
 
 def parse_names(value: str) -> list[str]:
@@ -43,11 +48,11 @@ def parse_names(value: str) -> list[str]:
 
 
 class RefusedPolicy(NamedTuple):
-    """Why a policy file in route metadata cannot be used; a few kilobytes at most.
+    """Why a policy file in route metadata is invalid; a few kilobytes at most.
 
     Attributes:
         reason: `invalid`, `too_large` or `unenforced`, as in the metric.
-        problems: the first problems, shortened: what is wrong and what would be right.
+        problems: the first problems, shortened: what is wrong and what is expected.
         found: number of problems.
     """
 
@@ -69,24 +74,24 @@ class _HandedOver(NamedTuple):
 
 
 class HandedOver:
-    """Policy files from route metadata, compiled once for each content. The least recently used are dropped."""
+    """Policy files from route metadata, compiled once for each content; an LRU cache."""
 
     def __init__(self, *, shadow: bool, allow_unenforced: bool) -> None:
-        """Compile with these options of `serve`."""
+        """The arguments are options of `serve`."""
         self._shadow = shadow
         self._allow_unenforced = allow_unenforced
         self._known: LRU[str, _HandedOver | RefusedPolicy] = LRU(_MAX_KEPT)
 
     def list_plans(self) -> list[Plan]:
-        """The policies of all remembered contents."""
+        """The policies of all cached files."""
         return [plan for _, made in self._known.items() if isinstance(made, _HandedOver) for plan in made.engine.plans]
 
     def list_unenforced(self) -> list[Unenforced]:
-        """The unenforced parts of all remembered contents; may be called from any thread."""
+        """The unenforced parts of all cached files; may be called from any thread."""
         return [part for _, made in self._known.items() if isinstance(made, _HandedOver) for part in made.unenforced]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
-        """The earlier result for this content; None if it is new."""
+        """The cached result for this content; None if it is new."""
         name = _cut(text)
         found = self._known.use(name)
         if isinstance(found, _HandedOver) and found.shadowed != _is_shadowed(found.sources, now):
@@ -95,13 +100,16 @@ class HandedOver:
         return found.engine if isinstance(found, _HandedOver) else found
 
     def compile(self, text: str, now: datetime) -> Engine | RefusedPolicy:
-        """Compile new content and remember the result."""
+        """Compile new content and cache the result."""
         made = self._make_engine(text, now, now)
         self._known.put(_cut(text), made)
         return made.engine if isinstance(made, _HandedOver) else made
 
     def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver | RefusedPolicy:
-        """Compile, for `now`, a file that was checked at `checked`. Policies are not kept, because they are large."""
+        """Compile, as of `now`, a file that was checked at `checked`.
+
+        Its policies are freed, because they are large.
+        """
         policies = self._parse(text, checked)
         if isinstance(policies, RefusedPolicy):
             return policies
@@ -124,7 +132,7 @@ class HandedOver:
 
 
 def _cut(text: str) -> str:
-    """The key of a content; all contents that are too large share one."""
+    """The cache key of a content; all contents that are too large share one."""
     return text[: MAX_POLICY_JSON + 1]
 
 

@@ -1,6 +1,7 @@
 """Kill switches: a bundle can refuse a caller's requests before any policy sees them.
 
-A request needs one look-up for each scope key in use, so tens of thousands of kill switches cost no more than a few.
+A request needs one look-up per scope key in use, so tens of thousands of kill switches cost no more
+than a few.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Switch(NamedTuple):
     Attributes:
         place: `file: /kill_switches/0`.
         scope_key: the limit key to compare.
-        reason: for the operator; empty for none.
+        reason: for the operator; may be empty.
         begins: when its bundle's `kill_switch_override` ends.
         ends: when it stops to apply.
     """
@@ -41,11 +42,11 @@ class Switch(NamedTuple):
 
 
 FiledSwitch = tuple[tuple[str, str, str], Switch]
-"""A switch below its scope key, value and route."""
+"""A switch with its index: scope key, value and route."""
 
 
 def compile_switches(source: Source) -> list[FiledSwitch]:
-    """The kill switches of a file, in order; keeps no reference to the source's own objects."""
+    """The kill switches of a file, in order. They keep no reference to the source's objects."""
     return [
         (
             (copy_text(switch.scope_key), copy_text(switch.scope_value), copy_text(switch.route or _ANY_ROUTE)),
@@ -56,10 +57,9 @@ def compile_switches(source: Source) -> list[FiledSwitch]:
 
 
 class KillSwitches:
-    """The kill switches of one load. Of several that apply, the first one wins."""
+    """The kill switches of one load. If several apply, the first one wins."""
 
     def __init__(self, files: Iterable[Sequence[FiledSwitch]]) -> None:
-        """Index the switches of all files."""
         self._switches: dict[tuple[str, str, str], list[tuple[int, Switch]]] = {}
         every = [filed for switches in files for filed in switches]
         for number, ((key, value, route), switch) in enumerate(every):
@@ -76,7 +76,7 @@ class KillSwitches:
         return [part for entry in self._switches.items() for part in entry]
 
     def find(self, request: HttpRequest, now: float) -> Switch | None:
-        """The first switch that applies to a request; None for none. `now` in seconds since 1970."""
+        """The first switch that applies to a request, if any. `now` in seconds since 1970."""
         found: Switch | None = None
         first = 0
         for descriptor in self._descriptors:
@@ -91,14 +91,14 @@ class KillSwitches:
 
 
 def _read(descriptor: Descriptor, request: HttpRequest) -> str:
-    """A request's value; empty if it has none, or if finding it would take too long."""
+    """The request's value; empty if it has none, or if finding it would take too long."""
     if descriptor.source == "query" and is_too_long(request.target, request.query):
         return ""
     return descriptor.read(request, descriptor.argument)
 
 
 def _leave_out_scheme(key: str, value: str) -> str:
-    """A credential without its scheme, which clients may spell in several ways; any other value unchanged."""
+    """A credential without its scheme, whose spelling varies; any other value unchanged."""
     return extract_secret(value) or value if key in _WITH_SCHEME else value
 
 

@@ -1,7 +1,7 @@
-"""Overrides: operators' orders about callers, sessions, loops and tools, each until its end.
+"""Overrides: operators' orders about callers, sessions, loops and tools. Each order expires.
 
-They are indexed in memory: a request takes one look-up for each combination of fields that overrides name, whatever their
-number. Time is an argument, in seconds since 1970.
+They are indexed in memory. A request needs one look-up for each combination of fields that orders
+use, whatever the number of orders. Time is an argument, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ KINDS: Final = (RELEASE, ALLOW, BLOCK, KILL, GRANT)
 ALL_POLICIES: Final = ""
 
 MAX_SECONDS: Final = 30 * 86_400
-"""Longest duration of an order."""
+"""Maximum duration of an order."""
 
 
 class Target(NamedTuple):
-    """The requests that an override is about: all fields must match. Clients' names and values are hashes, 16 hex digits.
+    """The requests that an order applies to: all fields must match.
+
+    Names and values of clients are hashes, 16 hex digits.
 
     Attributes:
-        caller: its name, as in logs, or the name of one of its values, or its alias; empty for any. See `CallerNames`.
-        descriptors: (name, hash of that descriptor alone), sorted; the caller may have others, too.
+        caller: the caller's name as in logs, the name of one of its values, or its alias; empty for
+            any. See `CallerNames`.
+        descriptors: (name, hash of that descriptor alone), sorted; the caller may have others.
         session: hash of its name; empty for any.
         fingerprint: 8 hex digits; empty for any.
-        tool: the tool that is called; empty for any.
+        tool: the called tool; empty for any.
     """
 
     caller: str = ""
@@ -50,13 +53,13 @@ class Grant(NamedTuple):
     """What a session may use beyond its limits.
 
     Attributes:
-        steps: requests that are let through.
-        tool_calls: calls in its histories.
-        cost: in nano-dollars.
+        steps: requests.
+        tool_calls: tool calls.
+        cost: nano-dollars.
         depth: levels of agents.
-        agents: agents that may start.
-        concurrent_agents: agents that may be active at a time.
-        spawns_per_minute: agents that may start within a minute.
+        agents: agents started.
+        concurrent_agents: agents active at a time.
+        spawns_per_minute: agents started within a minute.
     """
 
     steps: int = 0
@@ -69,27 +72,29 @@ class Grant(NamedTuple):
 
 
 MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANO_DOLLARS, *[MAX_AGENTS] * 4)
-"""Largest grant, and largest sum of a session's grants: added to its limits, these still fit every counter."""
+"""The largest grant, and the largest sum of a session's grants. With its limits added, it still
+fits every counter."""
 
 
 class ActiveOverride(NamedTuple):
     """One order; times in seconds since 1970.
 
     Attributes:
-        name: the same for overrides that differ only in times and words; each grant has a name of its own.
-        kind: one of `KINDS`; others come from another version and have no effect here.
-        target: the requests that it is about.
+        name: equal for orders that differ only in times and words; each grant has its own name.
+        kind: one of `KINDS`; other values come from another version and have no effect here.
+        target: the requests that it applies to.
         policy: a policy's id; empty for all.
         since: when it was given.
         ends: when it ends.
-        reason: for people.
+        reason: the operator's words.
         who: the operator.
         grant: what it grants.
-        tools: how many calls of single tools it grants, by name, sorted.
-        budget: name of the rule whose budget it has added to, once, when it was given, or whose limit it raises; else empty.
-        amount: what it has added or adds, in the rule's unit.
-        raises: it raises the limit of the budget until it ends.
-        meets: ids of the policies that it applied to when it was given, as far as that was known.
+        tools: additional calls by tool name, sorted.
+        budget: the rule whose budget it added to once, or whose limit it raises until it ends; else
+            empty.
+        amount: the amount added, in the rule's unit.
+        raises: it raises the limit until it ends.
+        meets: ids of policies that it was known to apply to when it was given.
     """
 
     name: str
@@ -109,20 +114,20 @@ class ActiveOverride(NamedTuple):
 
     @property
     def epoch(self) -> str:
-        """Part of all keys after a release; no earlier key has it, so counts start again."""
+        """A part of all keys after a release. No earlier key has it, so counts start again."""
         return f"{int(self.since * 1000):x}"
 
 
 class _Shape:
-    """Overrides that name the same fields, by the values of these.
+    """Orders with the same fields, by the values of these fields.
 
     Attributes:
-        names: of the descriptors among the fields.
-        of_head: a request's headers are enough to find them.
+        names: names of the descriptors among the fields.
+        of_head: the request's head is enough to find them.
     """
 
     def __init__(self, target: Target) -> None:
-        """Start empty; every target has the same fields as this one."""
+        """All targets have the same fields as this one."""
         self._filed: dict[str, list[ActiveOverride]] = {}
         self._caller = bool(target.caller)
         self._session = bool(target.session)
@@ -132,14 +137,17 @@ class _Shape:
         self.of_head = not (self._session or self._fingerprint or self._tool)
 
     def file(self, override: ActiveOverride) -> None:
-        """Add an override; all fields but the first and the last have a fixed length, so joining them is unambiguous."""
+        """Add an order.
+
+        All fields except the first and last have a fixed length, so joined keys are unambiguous.
+        """
         target = override.target
         hashes = "".join([value for _, value in target.descriptors])
         key = f"{target.caller}\n{hashes}{target.session}{target.fingerprint}{target.tool}"
         self._filed.setdefault(key, []).append(override)
 
     def find(self, caller: Caller, session: str, fingerprint: str, tools: Sequence[str]) -> list[ActiveOverride]:
-        """The overrides that match a request; fields that are not known yet are empty."""
+        """The orders that match a request; unknown fields are empty."""
         if (self._session and not session) or (self._fingerprint and not fingerprint):
             return _NOTHING
         rest = f"{session if self._session else ''}{fingerprint if self._fingerprint else ''}"
@@ -156,11 +164,11 @@ class _Shape:
 
 
 class Caller:
-    """The names by which orders may refer to the caller of a request.
+    """The names by which orders may refer to a request's caller.
 
     Attributes:
         names: of its values, of all of them together, and aliases.
-        descriptors: name and value of each; those in a `first_of` by both names.
+        descriptors: name and value of each; alternatives of a `first_of` by both names.
     """
 
     def __init__(self, names: list[str], descriptors: list[tuple[str, str]]) -> None:
@@ -169,13 +177,13 @@ class Caller:
 
 
 class KnownCaller:
-    """A caller of a policy, and all overrides about it alone, of any policy, ended ones included.
+    """A cached caller, and all orders about it alone, of any policy, expired ones included.
 
     Attributes:
-        caller: how orders may refer to it.
-        filed: the overrides.
-        aliases: by which it was looked up.
-        named_by: the same.
+        caller: the caller.
+        filed: the orders.
+        aliases: used for the look-up; if the policy's differ, the entry is stale.
+        named_by: likewise.
     """
 
     def __init__(self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], named_by: CallerNames) -> None:
@@ -187,20 +195,20 @@ class KnownCaller:
 
 _NOTHING: Final[list[ActiveOverride]] = []
 _ANY: Final = [""]
-"""In place of the values of a field that a shape does not name."""
+"""Replaces the values of a field that a shape does not use."""
 
 
 _MOST_CALLERS: Final = 2_048
-"""Callers whose orders are kept, in each generation. Without them, the benchmark's row "1,000 overrides: extra cost" doubles if
-its callers come again."""
+"""Cached callers, per generation. Without the cache, the benchmark's row "1,000 overrides: extra
+cost" doubles for recurring callers."""
 
 
 class Overrides:
-    """The overrides in force.
+    """The orders in force.
 
     Attributes:
         blocks_heads: some may block requests before their bodies arrive.
-        callers: that were looked up recently, by policy, descriptors, and whether these are all.
+        callers: cached callers, by policy, descriptors, and whether these are complete.
         name_sessions: some name a session.
     """
 
@@ -222,11 +230,11 @@ class Overrides:
         self._of_body = [shape for shape in shapes.values() if not shape.of_head]
 
     def __len__(self) -> int:
-        """The number of look-ups that a request costs."""
+        """The number of look-ups per request."""
         return len(self._of_head) + len(self._of_body)
 
     def find_by_head(self, caller: Caller) -> Sequence[ActiveOverride]:
-        """All overrides about a caller alone, as far as it is known; see `select`."""
+        """All orders about a caller alone, including expired ones and other policies'; see `select`."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_head:
             filed = shape.find(caller, "", "", ())
@@ -243,7 +251,7 @@ class Overrides:
         fingerprint: str,
         tools: Sequence[str],
     ) -> Sequence[ActiveOverride]:
-        """All others that apply to a request under a policy; `session` is the hash of its name, empty for none."""
+        """All other orders for a request and policy; `session` is the hash of its name, or empty."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_body:
             filed = shape.find(caller, session, fingerprint, tools)
@@ -253,12 +261,12 @@ class Overrides:
 
 
 def select(filed: Sequence[ActiveOverride], policy: str, now: float) -> list[ActiveOverride]:
-    """Those that have not ended and apply to this policy; `now` in seconds since 1970."""
+    """The orders that have not expired and apply to this policy; `now` in seconds since 1970."""
     return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
 
 
 def _hash_descriptors(names: tuple[str, ...], values: list[tuple[str, str]]) -> str:
-    """The hashes of these descriptors of a request, joined; empty if it lacks one."""
+    """The hashes of these descriptors of a request, joined; empty if one is missing."""
     hashes, known = "", dict(values)
     for name in names:
         value = known.get(name)
@@ -269,12 +277,15 @@ def _hash_descriptors(names: tuple[str, ...], values: list[tuple[str, str]]) -> 
 
 
 def hash_descriptor(name: str, value: str) -> str:
-    """The hash of one descriptor, 16 hex digits; also the name of a caller without others, unless it is a secret."""
+    """The hash of one descriptor, 16 hex digits.
+
+    It is also the name of a caller with no other, unless it is a secret.
+    """
     return hash_tenant(join_descriptors([(name, value)]))
 
 
 def find_kind(overrides: Sequence[ActiveOverride], kind: str) -> ActiveOverride | None:
-    """The newest override of a kind, None for none."""
+    """The newest order of a kind, if any."""
     found = None
     for override in overrides:
         if override.kind == kind and (found is None or (override.since, override.name) > (found.since, found.name)):
@@ -283,14 +294,14 @@ def find_kind(overrides: Sequence[ActiveOverride], kind: str) -> ActiveOverride 
 
 
 def find_kill(overrides: Sequence[ActiveOverride]) -> ActiveOverride | None:
-    """The newest kill, None if there is none or a later release."""
+    """The newest kill, unless a release is newer."""
     kill = find_kind(overrides, KILL)
     release = find_kind(overrides, RELEASE)
     return None if kill is None or (release is not None and release.since > kill.since) else kill
 
 
 def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
-    """The sum of all grants of what is used up, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
+    """The sum of all grants, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
     steps = tool_calls = cost = 0
     for override in overrides:
         if override.kind == GRANT:
@@ -301,7 +312,7 @@ def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
 
 
 def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int, int]:
-    """The sum of all grants of agents, in the order of `AGENT_LIMITS`."""
+    """The sum of all grants for agents, in the order of `AGENT_LIMITS`."""
     depth = agents = concurrent = spawns = 0
     for override in overrides:
         if override.kind == GRANT:
@@ -313,12 +324,12 @@ def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int
 
 
 def sum_raises(overrides: Sequence[ActiveOverride], rule: str) -> float:
-    """By how much orders raise the limits of a rule, in its unit."""
+    """The sum by which orders raise the limits of a rule, in its unit."""
     return sum([override.amount for override in overrides if override.raises and override.budget == rule], 0.0)
 
 
 def sum_tool_grants(overrides: Sequence[ActiveOverride]) -> dict[str, int]:
-    """The sum of all grants of single tools, by name, each as large as one of all tools at most."""
+    """The sum of all grants by tool, each at most the maximum for all tools."""
     granted: dict[str, int] = {}
     for override in overrides:
         for tool, calls in override.tools if override.kind == GRANT else ():

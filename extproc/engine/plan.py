@@ -1,7 +1,7 @@
-"""One policy and its detectors, ready to run: everything that does not depend on the request is worked out at load time.
+"""A policy, compiled: everything that does not depend on the request is computed at load time.
 
-A detector is one entry of the policy's loop_detection. What is compared (similarity), over what span (window) and what is done
-(action) are three independent choices.
+A detector is one entry of the policy's loop_detection. What is compared (similarity), in which
+window, and what is done (action) are three independent choices.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _ANY_SESSION: Final = Session()
 _SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
 
 BYPASS = "bypass"
-"""The reason for requests that the policy's `bypass` excludes from counts."""
+"""The reason for requests that a policy's `bypass` excludes."""
 
 SHADOW_NAMESPACE = "shadow:"
 """Prefix of every key of a shadow policy."""
 
 DELAY_PER_REQUEST_MS = 100
-"""Milliseconds. A throttled request is held for its count times this, as in Fairvisor."""
+"""A throttled request is delayed by its count times this many milliseconds, as in Fairvisor."""
 
 _ENDING = frozenset({Action.LAND, Action.REJECT})
 """Actions that end an agent's run."""
@@ -52,10 +52,10 @@ _MILD = frozenset({Action.WARN, Action.STEER})
 """Actions that do not delay a request."""
 
 DISPLAY_COUNT = 1_000
-"""Minimum capacity of a `sliding_log`, in requests, so that reports stay exact well past the threshold."""
+"""Minimum capacity of a `sliding_log`, in requests. Reports stay exact well past the threshold."""
 
 _Descriptors = tuple[tuple[Descriptor, ...], tuple[tuple[Descriptor, list[str]], ...]]
-"""Descriptors in the request's head, and those in its body with their pointers."""
+"""Descriptors in the head, and those in the body with their pointers."""
 
 
 class _BypassRule(NamedTuple):
@@ -68,16 +68,19 @@ class _BypassRule(NamedTuple):
 
 
 class Parts:
-    """Parts that policies share. Thousands of policies are mostly alike, so equal parts exist once."""
+    """Objects that policies share.
+
+    Thousands of policies are mostly alike, so equal objects exist once.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, object], Any] = {}
 
     def __len__(self) -> int:
-        """The number of different parts."""
+        """The number of different objects."""
         return len(self._made)
 
-    def _share(self, kind: str, keys: object, make: Callable[[], object]) -> Any:  # noqa: ANN401  # of that kind
+    def _share(self, kind: str, keys: object, make: Callable[[], object]) -> Any:  # noqa: ANN401  # depends on the kind
         made = self._made.get((kind, keys))
         if made is None:
             made = self._made[kind, keys] = make()
@@ -90,18 +93,18 @@ class Parts:
         return found
 
     def find_descriptors(self, limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
-        """The descriptors of these limit keys, with those in the body separate."""
+        """The descriptors of these limit keys, with those in the body apart."""
         keys = tuple(limit_keys)
         found: _Descriptors = self._share("descriptors", keys, lambda: _compile_descriptors(keys))
         return found
 
     def find_agent_names(self, session: Session) -> AgentNames:
-        """Where a policy looks for the names of agents."""
+        """Finds the names of agents."""
         found: AgentNames = self._share("agents", _spell_names(session), lambda: AgentNames(session))
         return found
 
     def find_root_names(self, session: Session | None) -> SessionNames:
-        """Where a policy without session_limits looks for the session at the root of agents."""
+        """Finds the root session of agents, for a policy without session_limits."""
         named = session or _ANY_SESSION
         make = partial(_make_names, named, None, self.find_agent_names(named))
         found: SessionNames = self._share("roots", _spell_names(named), make)
@@ -117,7 +120,7 @@ def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
 
 
 def _spell_names(session: Session) -> str:
-    """Equal texts for sessions that are named alike."""
+    """A text that is equal for sessions with the same keys."""
     return f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
 
 
@@ -127,7 +130,10 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
 
 
 def _make_names(session: Session, rings: Rings | None, agents: AgentNames) -> SessionNames:
-    """Where limits look for a session's name; the rings' object if they look in the same places."""
+    """Finds a session's name for limits.
+
+    The rings' object is reused if it looks in the same places.
+    """
     keys = session.list_budget_keys()
     if rings is not None and keys == session.keys and not agents.same:
         return rings
@@ -141,17 +147,17 @@ def _make_refusal_form(status: int | str, *, completes: bool) -> RefusalForm:
 
 
 class Detector:
-    """The loop guard.
+    """One entry of loop_detection, compiled.
 
     Attributes:
-        mildest: action for a weak loop that has not repeated often enough yet.
-        patient: the strictest action that ends no run.
+        mildest: the action for a weak loop that is still below its threshold.
+        patient: the strictest action that does not end a run.
     """
 
     def __init__(  # noqa: PLR0913  # a policy's settings and its plan
         self, policy: str, name: str, loop: LoopDetection, similarity: Similarity, *, shadow: bool, namespace: str
     ) -> None:
-        """Compile an enabled `loop` with its `similarity`. Every key starts with the namespace."""
+        """`loop` must be enabled. Every key starts with the namespace."""
         self.policy = policy
         self.name = name
         self.shadow = shadow
@@ -187,12 +193,13 @@ class Detector:
         self._cooldown_ms = loop.cooldown_seconds * 1000
         self.needs_no_caller = self.stateless and not loop.cooldown_seconds
         self.counts_failed = loop.count_failed
-        # Only a refusal can be left out of the count: after any other action, the request continues, so it counts.
+        # Only refused requests can be excluded from the count; after any other action, the request
+        # continues.
         self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
 
     @property
     def lifetime_seconds(self) -> int:
-        """How long a request may count."""
+        """How long a request affects the store."""
         return max(self._window_ms, self._cooldown_ms) // 1000
 
     def list_thresholds(self, subject: Subject) -> list[int]:
@@ -201,28 +208,29 @@ class Detector:
         return [first + later for later in self._later]
 
     def _find_threshold(self, subject: Subject) -> int:
-        """The lowest threshold, from the subject or else from the detector."""
+        """The lowest threshold: the subject's own, or the detector's."""
         return self.threshold if subject is self.similarity else subject.threshold or self.threshold
 
     def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
-        """The store's question for this request; None for none. `digest` is fingerprint and check."""
+        """The store's question for this request, if any. `digest` is fingerprint and check."""
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
-            # The store decides when the strictest action applies, which refuses and starts the cooldown.
+            # The store decides when the strictest action applies; only that one refuses and starts
+            # the cooldown.
             threshold = self._find_threshold(subject) + self._last
             count_refused, count_to = self._count_refused, max(threshold, DISPLAY_COUNT)
             return Hit(key, self.window_type, self._window_ms, threshold, self._cooldown_ms, count_refused, count_to)
         if not self._cooldown_ms or repeat is None:
             return None
-        # The request itself shows whether it is a loop. The store keeps the cooldown: a loop that meets the strictest action
-        # starts it, others only ask for it.
+        # The request itself shows its loop; the store only has the cooldown. A loop that reaches the
+        # strictest action starts it, others only look it up.
         threshold = 1 if repeat.rank == len(self._later) + 1 else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
     def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
-        """Seconds until the same request passes if it is not sent before; None if waiting does not help."""
+        """Seconds until the same request would pass if it is not sent before; None if waiting does not help."""
         if repeat is not None and repeat.looping:
-            return None  # its history will be the same then
+            return None  # its history will not change
         waits = count.cooldown_ms
         if self.stateless:
             return max(1, -(-waits // 1000))
@@ -233,7 +241,10 @@ class Detector:
         return max(1, -(-waits // 1000))
 
     def foresee(self, outcome: Outcome) -> tuple[int, Action, int]:
-        """How many notes a loop has had; which action ends the run next, and after how many repetitions, 0 if unknown."""
+        """The number of notes that a loop has had, the next action that ends the run, and the repetitions until then.
+
+        The repetitions are 0 if unknown.
+        """
         repeat = outcome.repeat
         if repeat is None:
             first = self._find_threshold(outcome.subject)
@@ -248,7 +259,7 @@ class Detector:
         return max(repeated - self._noted_from, 0), Action.REJECT, 0
 
     def find_action(self, repeat: Repeat) -> Action:
-        """What is done about a loop that a request shows."""
+        """The action for a loop that a request shows."""
         if not repeat.held:
             return self.actions[repeat.step]
         return self.noted if repeat.notes_only else self.mildest
@@ -257,7 +268,7 @@ class Detector:
         return self.find_action(repeat) if repeat is not None and repeat.looping else Action.ALLOW
 
     def find_earlier_actions(self, outcome: Outcome) -> tuple[Action, Action, Action]:
-        """What is due for a request, for the one before it and for the one before that, as far as its own loop tells."""
+        """The actions for this request and the two before it, newest first."""
         repeat = outcome.repeat
         if repeat is not None and repeat.before is not None:
             return self._find_due(repeat), self._find_due(repeat.before.last), self._find_due(repeat.before.earlier)
@@ -268,7 +279,7 @@ class Detector:
         return found[0], found[1], found[2]
 
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
-        """The verdict about a request that has been counted."""
+        """The outcome of a request that has been counted."""
         number, action = count.count, Action.ALLOW
         if self.stateless:
             number = repeat.count if repeat is not None else 0
@@ -300,7 +311,7 @@ class Detector:
         return min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms)
 
     def be_patient(self, outcome: Outcome, repeat: Repeat) -> Outcome:
-        """Its verdict about a loop that is part of an incident, and is not refused as long as that lasts."""
+        """The outcome for a loop that is part of an incident, and therefore not refused while that lasts."""
         action = self.patient if outcome.action in _ENDING else outcome.action
         return Outcome(
             outcome.policy,
@@ -329,26 +340,27 @@ class Plan:
         callers: names callers.
         merges_strangers: all requests without a caller count as one caller's.
         shown: descriptors of which a request may have several; see `callers`.
-        labels: values shown beside the caller's hash, which have no effect on counts.
-        budget: its budgets; None for none.
-        aliases: by the name of a caller, or of one of its values.
+        labels: values shown with the caller's hash, without effect on counts.
+        budget: its budgets; None if it has none.
+        aliases: by the name of a caller or of one of its values.
         ramp: chooses the callers that the policy acts on; None if it acts on all or none.
-        watching: the same policy in shadow, for the other callers.
-        leaves_out_notes: a detector gives notes to a share of the conversations.
-        paired: its verdicts are compared with those of another policy.
+        watching: the same policy in shadow mode, for the other callers.
+        leaves_out_notes: a detector gives notes only to a percentage of conversations.
+        paired: its outcomes are compared with another policy's.
         counts_failed: requests stay counted if their upstream fails.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
         root_names: finds the session at the root of a request's agents.
     """
 
     def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
-        """Compile; keeps no reference to the policy's own objects, which take several times as much memory."""
+        """Keeps no reference to the policy's own objects, which take several times as much memory."""
         spec = policy.spec
         self.id = copy_text(policy.id)
         self.shadow = shadow
         self.paired = False
         self.mode = "shadow" if shadow else "enforce"
-        # With keep_counts, a policy counts where its shadow does, so that it has the counts when it begins to enforce.
+        # With keep_counts, an enforcing policy uses the keys of its shadow mode, and so continues
+        # its counts.
         namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""
         self.detectors = tuple(
             Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)
@@ -400,13 +412,12 @@ class Plan:
             self.watching = Plan(policy, parts, shadow=True)
 
     def name_callers(self, aliases: dict[str, str]) -> None:
-        """Set the names of callers, which other policies may have."""
+        """Set the aliases, which may come from other policies."""
         self.aliases = aliases
         if self.watching is not None:
             self.watching.aliases = aliases
 
     def _make_budget(self, spec: Spec, parts: Parts, namespace: str) -> BudgetPlan:
-        """Its rules, its fallback and its circuit breaker."""
         rules = spec.list_budget_rules()
         descriptors = [parts.find_descriptors(rule.limit_keys) for rule in rules]
         first = next((rule.limit_keys[:1] for rule in spec.rules if rule.limit_keys), None)
@@ -417,7 +428,7 @@ class Plan:
         return BudgetPlan(guard, spec, descriptors)
 
     def _read_for_budget(self, budget: BudgetPlan, looking: list[int], steering: list[int]) -> None:
-        """Note what its budgets need of the body."""
+        """Record what its budgets need of the body."""
         if budget.needs_body:
             self.needs_body = True
             looking.append(INSPECT_BYTES)
@@ -426,7 +437,6 @@ class Plan:
             steering.append(INSPECT_BYTES)
 
     def _make_limiter(self, spec: Spec, parts: Parts, namespace: str) -> SessionLimiter | None:
-        """The guard of its session_limits; None for none."""
         if spec.session_limits is None:
             return None
         session, most = spec.session or Session(), spec.find_session_inspect_bytes()
@@ -437,7 +447,7 @@ class Plan:
 
     @property
     def chooses_status(self) -> bool:
-        """The status of its refusals depends on the client, and on whether waiting helps."""
+        """Whether the status of refusals depends on the client, and on whether waiting helps."""
         forms = [detector.refusal for detector in self.detectors]
         forms += [self.limiter.refusal] if self.limiter is not None else []
         forms += [rule.refusal for rule in self.budget.guard.rules] if self.budget is not None else []
@@ -445,7 +455,7 @@ class Plan:
 
     @property
     def lifetime_seconds(self) -> int:
-        """How long the store may remember a request."""
+        """The longest time for which a request affects the store."""
         lifetimes = [detector.lifetime_seconds for detector in self.detectors]
         lifetimes += [self.rings.idle_seconds] if self.rings is not None else []
         lifetimes += [self.limiter.lifetime_seconds] if self.limiter is not None else []
@@ -484,12 +494,12 @@ class Plan:
         return values
 
     def check_bypass(self, request: HttpRequest) -> None:
-        """Raise NotCounted for a request that the policy never counts, from any caller."""
+        """Raise NotCounted for a request that the policy never counts."""
         if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
             raise NotCounted(BYPASS)
 
     def list_values(self, request: HttpRequest) -> list[tuple[str, str]]:
-        """Those of the caller's descriptors in the head that the request has, by name."""
+        """The caller's descriptors in the head, by name; missing ones are skipped."""
         values = []
         for descriptor in self._descriptors:
             value = descriptor.read(request, descriptor.argument)
@@ -498,12 +508,12 @@ class Plan:
         return values
 
     def tells_apart_as(self, planned: PlannedRule, values: Sequence[tuple[str, str]]) -> bool:
-        """Whether a rule has the same limit keys, and these values of the request are all of them."""
+        """Whether a rule has the same limit keys as the policy, and the request has all of them."""
         return planned.head is self._descriptors and len(values) == len(planned.head) and len(self._body_descriptors) == 0
 
     @property
     def judges_requests(self) -> bool:
-        """Whether it has guards beside its budgets."""
+        """Whether it has guards besides its budgets."""
         return self.limiter is not None or len(self.detectors) > 0
 
     def read_labels(self, request: HttpRequest) -> list[tuple[str, str]]:
@@ -519,7 +529,7 @@ class Plan:
         return values
 
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
-        """Whether it reads the same parts of a request as another plan, which is usual for a canary and its policy."""
+        """Whether it reads the same descriptors as another plan; canaries usually do."""
         alike = self._descriptors is other._descriptors and not self._bypass and not other._bypass
         return alike and len(values) == len(self._descriptors)
 
@@ -528,7 +538,7 @@ class Plan:
         return any(descriptor.key == key for descriptor in self._descriptors)
 
     def list_session_keys(self, *, limited: bool) -> list[str]:
-        """Where to look for a session's name; with `limited`, for session limits only, if there are any."""
+        """The limit keys of a session's name; with `limited`, only those for session limits, if there are any."""
         if self.limiter is not None:
             keys = self.limiter.names.list_keys()
         else:
@@ -538,7 +548,7 @@ class Plan:
         return [key.key for key in keys]
 
     def list_reads(self) -> list[tuple[str, str]]:
-        """What the policy reads of a request's head beside its selector, as (source, argument) of limit keys, each once."""
+        """What the policy reads from a request's head besides its selector, as (source, argument) of limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
         keys += self.ramp.descriptors if self.ramp is not None else ()
@@ -576,14 +586,17 @@ class Plan:
         return values
 
     def _check_missing(self, values: list[tuple[str, str]], *, may_follow: bool) -> None:
-        """Raise NotCounted if the policy needs more descriptors than these; others `may_follow`, from the body."""
+        """Raise NotCounted if too many descriptors are missing.
+
+        `may_follow`: the body may add some.
+        """
         required = self._missing == "require_one" and not self.guards_strangers
         if self._missing == "skip" or (required and not values and not may_follow):
             raise NotCounted("missing_descriptor")
 
 
 def _bypasses(entry: _BypassRule, request: HttpRequest) -> bool:
-    """Whether a request matches all keys of a `bypass` entry; of two paths, one is enough."""
+    """Whether a request matches all keys of a `bypass` entry; one matching path is enough."""
     if entry.header is not None and entry.header not in request.headers:
         return False
     if entry.methods is not None and request.method not in entry.methods:

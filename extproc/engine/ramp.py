@@ -1,8 +1,9 @@
-"""`enforce_percent`: a policy acts on a share of its callers, and only watches the others.
+"""`enforce_percent`: a policy acts on a percentage of its callers, and is in shadow mode for the others.
 
-A caller's place is a hash of its descriptors in the request's head, keyed by the policy. It depends on nothing else, so every
-replica finds the same place, even after a restart, and a larger share includes every smaller one. Of several callers of one
-request, the first place counts, so that no client leaves the share by showing another credential.
+A caller's place is a hash of its descriptors in the head, keyed by the policy's seed. It depends on
+nothing else, so all replicas agree, even after a restart, and a larger percentage includes every
+smaller one. If a request has several callers, the lowest place counts, so that a client cannot
+leave the percentage by adding a credential.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from extproc.request.fingerprint import is_too_long, join_descriptors
 from extproc.request.http import Descriptor, HttpRequest
 
 PLACES = 100
-"""Number of places. A percentage enforces this number of places, starting with the first."""
+"""Number of places. With a percentage of n, the policy acts on the first n places."""
 
 _BITS = 32
-"""Range of the hashes that are mapped to places."""
+"""Length of the hashes that are mapped to places."""
 
 _MOST_SEEN = 1_000
-"""Callers that are remembered, to say on how many the policy acts."""
+"""Number of callers to remember, to report how many the policy acts on."""
 
 
 class Ramp:
     """The ramp of one policy.
 
     Attributes:
-        descriptors: the descriptors that choose callers.
+        descriptors: the descriptors that identify callers.
         keys: the descriptors' limit keys.
-        percent: share of callers to act on, 1 to 99.
+        percent: percentage of callers to act on, 1 to 99.
         seed: policies with the same seed choose the same callers.
-        inside, outside: hashes of the first callers that the policy acts on, and of those that it only watches.
+        inside, outside: hashes of the first callers that the policy acts on, and of the others.
     """
 
     def __init__(self, percent: int, descriptors: Sequence[Descriptor], seed: str) -> None:
@@ -46,7 +47,7 @@ class Ramp:
         self._key = blake2b(seed.encode(), digest_size=16).digest()
 
     def covers(self, place: int) -> bool:
-        """Whether the policy acts on a caller in this place; callers without a place are only watched."""
+        """Whether the policy acts on a caller with this place; never for callers without one."""
         return 0 < place <= self.percent
 
     def find_place(self, request: HttpRequest) -> int:
@@ -65,13 +66,13 @@ class Ramp:
         return place
 
     def _hash(self, values: Sequence[tuple[str, str]]) -> int:
-        """The hash of one caller, whose place is its share of all hashes."""
+        """The hash of one caller."""
         caller = join_descriptors(values)
         digest = blake2b(caller.encode("utf-8", "surrogateescape"), digest_size=_BITS // 8, key=self._key).digest()
         return int.from_bytes(digest, "big")
 
 
 def tell_share(percent: int, acting: int, callers: int) -> str:
-    """On how many of the callers that were seen a policy acts, in words."""
+    """The number of callers seen, and how many of them the policy acts on, in words."""
     told = f"enforce_percent {percent} acts on {acting:,} of {callers:,} caller{'' if callers == 1 else 's'}"
     return told if acting or not callers else f"{told}, so it enforces nothing yet"

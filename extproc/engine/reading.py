@@ -1,4 +1,4 @@
-"""A request as its guards read it: its head, its body once that has come, and what is worked out of the two."""
+"""A request as its guards read it: its head, its body, and results that guards share."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ NOT_CHANGING: Final[list[tuple[str, str]]] = []
 
 
 class Reading:
-    """What guards know of a request.
+    """A request as its guards read it.
 
-    The policies of a request are often alike, such as a canary and its policy, so what one guard works out is kept for the next
-    one. Shadow policies read only after the enforcing ones.
+    The policies of a request are often alike, such as a canary and its policy, so each guard reuses
+    the last guard's results. Shadow policies read after the enforcing ones.
 
     Attributes:
         request: the request.
         scope: attachment name.
         sums: length and checksums of the body.
-        plain: the body without notes, as it is compared, or an excerpt of one that is too long; None if it cannot be inspected.
-        unreadable: why not.
+        plain: the body without notes, as compared, or an excerpt of a long one; None if it cannot
+            be inspected.
+        unreadable: why it cannot be inspected.
         withheld: why shadow policies may not inspect it; empty if they may.
-        changing: (policy, limit key) of values just found to change with every request, so that they name no session.
+        changing: (policy, limit key) of session names just found to change with every request.
     """
 
     def __init__(self, request: HttpRequest, scope: str) -> None:
@@ -58,7 +59,7 @@ class Reading:
 
     @property
     def head(self) -> str:
-        """The composite up to the body, as `write_head` has it; worked out on demand."""
+        """The composite up to the body; see `write_head`. Computed lazily."""
         if not self._head:
             request = self.request
             query = write_query(request.read_shown_query()) if request.query else ""
@@ -66,7 +67,7 @@ class Reading:
         return self._head
 
     def name(self, sums: Body, caller: str) -> tuple[str, str, str]:
-        """Composite, fingerprint and check of a guard that compares a body with these sums."""
+        """Composite, fingerprint and check of a request with these checksums and caller."""
         if sums is not self._named or caller != self._caller:
             self._named, self._caller = sums, caller
             self._names = name_request(self.head, sums, caller)
@@ -86,33 +87,33 @@ class Reading:
         return self._session
 
     def find_place(self, document: Document) -> ChainPlace | None:
-        """The request's place in the conversation that it shows; None if unknown."""
+        """The request's place in its conversation; None if unknown."""
         if document is not self._placed:
             self._placed, self._place = document, read_place(document)
         return self._place
 
     def look(self, *, shadow: bool) -> Document | None:
-        """The whole body for a guard of any or of a shadow policy; None if it cannot be inspected."""
+        """The whole body, for a guard of an enforcing or a shadow policy; None if it cannot be inspected."""
         plain = self.plain
         return None if plain is None or plain.shortened or (shadow and self.withheld) else plain
 
     def estimate_prompt(self, document: Document | None, size: int) -> int:
-        """See `estimate_prompt`; each document is estimated once."""
+        """See `costs.estimate_prompt`; each document is estimated once."""
         known = self._estimated
         if known is None or known[0] is not document:
             known = self._estimated = document, estimate_prompt(document, size)
         return known[1]
 
     def open(self, most: int, *, ends: bool = False, shadow: bool = False) -> Document:
-        """The document, for a guard that inspects bodies of up to `most` bytes.
+        """The body, for a guard that inspects up to `most` bytes.
 
         Args:
             most: bytes.
             ends: return an excerpt of a longer body.
-            shadow: its policy is in shadow mode.
+            shadow: the policy is in shadow mode.
 
         Raises:
-            NotCounted: the body is too long, or cannot be read.
+            NotCounted: the body is too long or unreadable.
         """
         plain = self.plain
         if shadow and self.withheld:
@@ -128,6 +129,6 @@ class Reading:
 
 
 def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
-    """The excerpt of a body, as `Excerpt.write` has it."""
+    """The excerpt of a body; None if `Excerpt.write` makes none."""
     written = excerpt.write(data)
     return None if written is None else Document(written, shortened=True)

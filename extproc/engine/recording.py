@@ -1,10 +1,11 @@
-"""The records that `--record` adds to the access log: what `loopguard replay` needs to judge a request again without its body.
+"""The records that `--record` adds to the access log, so that `loopguard replay` needs no bodies.
 
-A record is a JSON object, the metadata `record`; docs/replay.md lists its fields. Values that identify the sender are hashed:
-those of headers, claims and query parameters, and the address. Equal values have equal hashes, so callers can be told apart and
-requests compared, but the log shows no names, and no secrets of a query. Hashes of API keys and other secrets are keyed, and
-are recorded even if other values are plain. Only headers and claims that a policy of the request reads are recorded; a missing
-one is recorded as None. Of the body, the record has the length and two checksums.
+A record is a JSON object, the metadata `record`; docs/replay.md lists its fields. Values that
+identify the sender are hashed: headers, claims, query parameters, and the address. Equal values
+have equal hashes, so callers can be distinguished and requests compared, but the log contains no
+names and no secrets of a query. Hashes of API keys and other secrets are keyed, and stay hashed
+even if other values are plain. Only headers and claims that a policy reads are recorded; missing
+ones as None. Of the body, only the length and two checksums are recorded.
 """
 
 # interpreted: runs only with --record
@@ -27,10 +28,11 @@ VERSION: Final = 1
 """Version of the records' format."""
 
 TOO_LONG: Final = False
-"""Recorded in place of a value, or a query, that is too long to be hashed."""
+"""Replaces a value or query that is too long to be hashed."""
 
 _MAX_PAIRS: Final = 64
-"""Maximum number of pairs of a query to hash separately, at a microsecond each; longer queries are hashed as a whole."""
+"""Maximum number of query pairs to hash separately, at a microsecond each; longer queries are
+hashed as a whole."""
 
 
 def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
 
     Args:
         request: the request to record.
-        facts: the request's facts, because the request drops them when it is prepared.
+        facts: passed separately, because a prepared request has dropped them.
         plans: the policies that matched.
         plain: record values instead of their hashes.
     """
@@ -108,7 +110,10 @@ def hash_value(value: str) -> str:
 
 
 def _list_credential_headers(request: HttpRequest) -> list[str]:
-    """The headers that determine the request's credentials: all places up to the first that has one, and others that do."""
+    """The headers that determine the request's credentials.
+
+    These are all candidates up to the first that has one, and later ones that have one.
+    """
     names, found = [], False
     for place in list_places(request.path):
         source, _, name = place.partition(":")
@@ -122,7 +127,8 @@ def _list_credential_headers(request: HttpRequest) -> list[str]:
 def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -> str:  # noqa: FBT001  # as `record_head`
     """The query, plain or with hashes of its values; secrets are always hashed.
 
-    A query with too many pairs is reduced to the parameters that a policy reads, and a hash of the whole query.
+    If it has too many pairs, only the parameters that a policy reads are written, and a hash of the
+    whole query.
     """
     pairs = request.read_shown_query()
     if plain:
@@ -141,5 +147,5 @@ def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -
 
 
 def _clean(text: str) -> str:
-    """Make invalid UTF-8 visible, because metadata allows only valid text."""
+    """Escape invalid UTF-8, because metadata allows only valid text."""
     return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

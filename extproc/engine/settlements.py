@@ -1,8 +1,9 @@
-"""What requests reserve of sessions and budgets, from the answer to the request until it is settled.
+"""Reservations of sessions and budgets, from the answer to a request until they are settled.
 
-A session reserves a step and its cost, a budget an amount. If the request is not sent on, both are given back at once. If it
-is, its metadata names what it has reserved. Envoy's access log repeats that when the request has ended, and then it is settled,
-or given back if another filter refused the request. Windows that count no failures are named, too.
+A session reserves a step and its cost, a budget an amount. If the request is not forwarded, both
+are given back at once. If it is, its metadata lists the reservations, and Envoy's access log
+repeats them when the request has ended. Then they are settled, or given back if another filter
+refused the request. The metadata also lists windows from which failed requests are removed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from extproc.store.rules.session import FAILED, MAX_RESERVE, NANO_DOLLARS, SUCCE
 from extproc.store.rules.take_back import COUNTED, TakeBack
 
 BUDGETS: Final = "budgets"
-"""Key in metadata: what a request has reserved of the budgets of a policy."""
+"""Metadata key: a request's reservations in the budgets of a policy."""
 
 _LOOP: Final = "loop"
-"""Key in metadata: the request's row of loops (caller and conversation), and the tokens of its prompt, estimated."""
+"""Metadata key: the request's row of loops (caller and conversation), and the estimated tokens of
+its prompt."""
 
 _SHADOW: Final = "shadow"
 _CALL: Final = 16
@@ -40,7 +42,7 @@ _LOOPING: Final = 3
 _LONGEST_NAME: Final = 256
 _MOST_POLICIES: Final = 16
 _MOST_RESERVED: Final = 64
-"""Reservations read per policy."""
+"""Maximum number of reservations to read per policy."""
 
 _LONGEST_KEY: Final = 1_024
 _KEY_OF_OURS: Final = re.compile(r"(shadow:)?(loop|chain2):.{1,1000}[0-9a-f]{2}")
@@ -53,20 +55,21 @@ class Entry(NamedTuple):
     """One completed request.
 
     Attributes:
-        calls: what it has reserved of sessions and budgets, as `describe_calls` told Envoy.
-        status: status of the response; 0 for none.
-        failed: the upstream failed, or the connection to it: 5xx, or cut off.
+        calls: its reservations, as written by `describe_calls`.
+        status: status of the response; 0 if there was none.
+        failed: the upstream or the connection to it failed: a 5xx status, or cut off.
         request_bytes: length of the request's body.
         response_bytes: length of the response's body.
         model: the model's name in the response; empty if missing.
         usage: its tokens.
         estimated: some token counts are estimated from the lengths of the bodies.
         refused: Loopguard refused it.
-        counted: for a failed or unsent request, the counts that include it if policies do not count failures.
+        counted: for a failed or unsent request, counters to undo if policies do not count failures.
         model_ms: time that the upstream took, in milliseconds; 0 if unknown.
-        unsent: another filter refused it, or its client left, before anything of it reached an upstream.
-        most_output: the most tokens that its response can have, if it is a stream that does not report them; else 0.
-        cut: the client left, or time was up, before it was known what the upstream had used.
+        unsent: another filter refused it, or its client left, before any of it reached an upstream.
+        most_output: maximum tokens of its response, if it is a stream that does not report them;
+            else 0.
+        cut: the client left, or a timeout struck, before the usage was known.
         absurd: the response reports more than any model can use.
     """
 
@@ -88,7 +91,7 @@ class Entry(NamedTuple):
 
 
 class LoopCost(NamedTuple):
-    """What a request of a loop has cost, in nano-dollars, and the tokens of its prompt, each beside its estimate.
+    """The cost of a request in a loop, in nano-dollars, and the tokens of its prompt, with estimates of both.
 
     Attributes:
         key: see `Exchange.conversation_key`.
@@ -102,21 +105,21 @@ class LoopCost(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What the store is told about one reservation, and what is reported when it has answered.
+    """One settlement for the store, and the report that follows its answer.
 
     Attributes:
         asked: the question; in a list of these, takes come last.
         policy: the policy's id.
         mode: `enforce` or `shadow`.
-        stands: there is nothing to tell the store, or nothing is known of the usage: what was reserved stands.
+        stands: the reservation stands; there is nothing to settle, or the usage is unknown.
         tenant: hash of the caller.
         session: hash of the session's name.
         model: the model in the response, or else in the request.
-        rule: of a budget's settlement: the rule's name.
+        rule: for a budget: the rule's name.
         used: what was used, in the rule's unit; 0 if the cost was known before the response.
-        estimated: what had been estimated, likewise.
-        limit: of a budget's settlement: the limit.
-        loop: the request's cost, if it is part of a loop, and this is the reservation that prices it.
+        estimated: the earlier estimate, likewise.
+        limit: for a budget: the limit.
+        loop: the request's cost, if this reservation prices a request in a loop.
     """
 
     asked: Settlement | TakeBack | Take
@@ -136,9 +139,9 @@ class Settled(NamedTuple):
 def list_give_backs(
     sessions: Sequence[SessionGuard], budgets: Sequence[BudgetGuard], outcome: int
 ) -> tuple[list[Settled], list[Take]]:
-    """What gives back all that a request has reserved, once, which was then REFUSED or WITHDRAWN.
+    """Questions that give back all that a request has reserved that was then REFUSED or WITHDRAWN.
 
-    The second list is of what this process has taken from budgets itself, because the store was unavailable.
+    The second list is for this process, which has counted them while the store was unavailable.
     """
     given: list[Settled] = []
     here: list[Take] = []
@@ -161,9 +164,10 @@ def list_give_backs(
 
 
 def describe_calls(exchange: Exchange) -> str:
-    """What the access log has to repeat of a request that is sent on, as JSON; empty for nothing.
+    """What the access log must repeat about a forwarded request, as JSON; may be empty.
 
-    It is a list of objects: of each session's call, of the counts that include the request, and of the budgets of each policy.
+    It is a list of objects: one for each session's call, one for the counters to undo, and one for
+    each policy with budgets.
     """
     described: list[dict[str, object]] = [
         {
@@ -193,7 +197,7 @@ def describe_calls(exchange: Exchange) -> str:
 
 
 def find_reserved(exchange: Exchange) -> int:
-    """What a request is estimated to cost, in nano-dollars, as its sessions or else its budgets have it; -1 if none has."""
+    """The estimated cost of a request in nano-dollars, from its sessions or else its budgets; -1 if they have none."""
     for session in exchange.sessions:
         if session.is_let_through:
             return session.reserve
@@ -201,7 +205,7 @@ def find_reserved(exchange: Exchange) -> int:
 
 
 def find_dollars(budget: BudgetGuard) -> int:
-    """What a request has reserved of a budget in dollars, in nano-dollars; -1 if that is none of its budgets."""
+    """What a request has reserved in a budget in dollars, in nano-dollars; -1 if there is no such budget."""
     for each in budget.reserved:
         if each.limit.unit == DOLLAR_UNIT and each.taken is not None and each.taken.granted:
             return each.take.amount * NANO_DOLLARS // each.limit.units
@@ -209,9 +213,11 @@ def find_dollars(budget: BudgetGuard) -> int:
 
 
 def _describe_budget(budget: BudgetGuard) -> dict[str, object] | None:
-    """See `describe_calls`; of each reservation, the names of rule and limit, its key, amount and start.
+    """The object of `describe_calls` for budgets.
 
-    With a log of failures, costs that are known before the response are given back if another filter refuses the request.
+    A reservation is written as the names of rule and limit, its key, amount and start. If failures
+    are removed from counts, costs that were known before the response are listed, too, to be given
+    back if another filter refuses the request.
     """
     logged = budget.budget.needs_body or not budget.plan.counts_failed
     reserved: list[tuple[str, str, str, int, int]] = []
@@ -232,7 +238,7 @@ def _describe_budget(budget: BudgetGuard) -> dict[str, object] | None:
 
 
 def read_calls(text: object) -> Sequence[dict[str, Any]]:
-    """Read what `describe_calls` wrote; empty for what others wrote."""
+    """Parse the output of `describe_calls`; empty for anything else."""
     try:
         return _decode(text)[:_MOST_POLICIES] if isinstance(text, str) else ()
     except (MsgspecError, ValueError, RecursionError):
@@ -240,14 +246,14 @@ def read_calls(text: object) -> Sequence[dict[str, Any]]:
 
 
 def read_counted(named: object) -> list[TakeBack]:
-    """Read the counts in one of its objects."""
+    """Parse the counters to undo."""
     pairs = named if isinstance(named, list) else []
     texts = [pair for pair in pairs if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)]
     return [TakeBack(key, str(kind)) for kind, key in texts[:_MOST_POLICIES] if _KEY_OF_OURS.fullmatch(key) is not None]
 
 
 def list_settlements(engine: Engine, entry: Entry) -> tuple[list[Settled], int]:
-    """What a request that has ended settles, and the number of its calls that no policy in force knows."""
+    """The settlements of a request that has ended, and the number of its calls that no loaded policy knows."""
     settled = [Settled(counted) for counted in entry.counted]
     unknown = 0
     for named in entry.calls:
@@ -259,14 +265,14 @@ def list_settlements(engine: Engine, entry: Entry) -> tuple[list[Settled], int]:
 
 
 def _find_plan(engine: Engine, named: dict[str, Any]) -> Plan | None:
-    """The policy that let the request through, in the mode that it had then."""
+    """The policy that let the request through, in its mode at that time."""
     policy = named.get("policy")
     plan = engine.find_plan(policy) if isinstance(policy, str) else None
     return plan.watching if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW else plan
 
 
 def _settle_call(plan: Plan, named: dict[str, Any], entry: Entry) -> list[Settled]:
-    """The settlements of a call; none if another program wrote the metadata, or its limits do not exist any more."""
+    """The settlements of a call; none if the metadata is forged, or its limits no longer exist."""
     if BUDGETS in named:
         return [] if plan.budget is None else _settle_budgets(plan.budget.guard, named, entry)
     guard, key, call = plan.limiter, named.get("name"), _read_call(named)
@@ -286,7 +292,10 @@ def _settle_call(plan: Plan, named: dict[str, Any], entry: Entry) -> list[Settle
 
 
 def _settle_budgets(guard: BudgetRules, named: dict[str, Any], entry: Entry) -> list[Settled]:
-    """The settlements of a policy's budgets, as far as their rules still exist; they teach its `anchors`."""
+    """The settlements of a policy's budgets whose rules still exist.
+
+    They also correct its `anchors`.
+    """
     reserved, call, session = named[BUDGETS], _read_call(named).hex(), named.get("session")
     model, most, prompt = entry.model or _read_model(named), _read_whole(named.get("most")), _read_whole(named.get("prompt"))
     counted = not (entry.refused or entry.unsent or entry.estimated) and entry.usage.prompt > 0
@@ -303,10 +312,11 @@ def _settle_budgets(guard: BudgetRules, named: dict[str, Any], entry: Entry) -> 
 def _settle_budget(  # noqa: PLR0913  # everything that decides
     guard: BudgetRules, reserved: object, entry: Entry, model: str, most: int, call: str, named: dict[str, Any]
 ) -> Settled | None:
-    """One settlement; None if another program wrote the metadata, or the rule does not exist any more.
+    """One settlement; None if the metadata is forged, or the rule no longer exists.
 
-    A stream that does not report its output is charged for as many tokens as its bytes can be, and not for more than the
-    request allowed. If the answer was cut off, or is not to be believed, the reservation is the least that is charged.
+    A stream that does not report its output is charged for the tokens that its bytes can contain,
+    up to the request's own maximum. If the answer was cut off or its usage is implausible, at least
+    the reservation is charged.
     """
     if not isinstance(reserved, list) or len(reserved) != _RESERVED:
         return None
@@ -337,7 +347,7 @@ def _settle_budget(  # noqa: PLR0913  # everything that decides
 
 
 def _read_loop(named: dict[str, Any], cost: int, reserved: int, entry: Entry) -> LoopCost | None:
-    """What a request of a loop has cost; None if it is part of none, or another program wrote the metadata."""
+    """The cost of a request in a loop; None if it is in none, or the metadata is forged."""
     row = named.get(_LOOP)
     if not isinstance(row, list) or len(row) != _LOOPING or not _is_whole(row[2]):
         return None
@@ -353,7 +363,7 @@ def _read_model(named: dict[str, Any]) -> str:
 
 
 def _read_call(named: dict[str, Any]) -> bytes:
-    """The bytes of a call's name; empty if invalid."""
+    """The name of a call, in bytes; empty if invalid."""
     text = named.get("call")
     if not isinstance(text, str) or len(text) != 2 * _CALL:
         return b""
@@ -364,13 +374,13 @@ def _read_call(named: dict[str, Any]) -> bytes:
 
 
 def _read_reserved(named: dict[str, Any]) -> int:
-    """What a call has reserved, in nano-dollars; 0 if another program wrote the metadata."""
+    """The amount that a call reserved, in nano-dollars; 0 if the metadata is forged."""
     reserved = named.get("reserve")
     return int(reserved) if isinstance(reserved, (int, float)) and 0 <= reserved <= MAX_RESERVE else 0
 
 
 def _read_whole(value: object) -> int:
-    """A number that is written as it should be; else 0."""
+    """A valid count; 0 for anything else."""
     return value if _is_whole(value) and isinstance(value, int) else 0
 
 

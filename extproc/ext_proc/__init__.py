@@ -1,1 +1,1 @@
-"""Envoy's external processing: phases, messages and answers."""
+"""Envoy's external processing protocol: phases, messages and answers."""

@@ -1,8 +1,11 @@
-"""Reads the outcome of requests from Envoy's gRPC access log, which has an entry for each request when it is over.
+"""Reads the outcome of requests from Envoy's gRPC access log, which has an entry for each request when it has ended.
 
-- Envoy's own filters read the token counts in responses, so no response passes through here, and none has to wait.
-- Counts that a response lacks, because it was cut off, compressed or of unknown format, are estimated from its size.
-- Entries come from Envoy, but their contents may come from clients and models, so everything is bounded.
+- Envoy's own filters read the token counts in responses, so responses do not pass through here and
+  are not delayed.
+- If a response lacks counts, because it was cut off, compressed or of unknown format, they are
+  estimated from its size.
+- Entries come from Envoy, but their contents may come from clients and models, so everything is
+  bounded.
 """
 
 from __future__ import annotations
@@ -28,19 +31,19 @@ from extproc.store.rules.take_back import COUNTED
 _LOG = logging.getLogger("loopguard")
 
 MAX_MESSAGE: Final = 2**18
-"""Bytes. Envoy sends entries once it has collected 16 KiB; only an entry with large headers is larger."""
+"""Bytes. Envoy sends entries after collecting 16 KiB, so only large headers make a message larger."""
 
 MAX_ENTRIES: Final = 1_000
-"""Entries read per message: they take 13 ms, 50 ms in pure Python."""
+"""Entries read per message. They take 13 ms, or 50 ms in pure Python."""
 
-# The fields to read, named as in protos/: of a StreamAccessLogsMessage and its HTTPAccessLogEntries,
+# Tags of the fields to read, named as in protos/. StreamAccessLogsMessage, HTTPAccessLogEntries:
 _HTTP_LOGS: Final = 2 << 3 | DELIMITED
 _LOG_ENTRY: Final = 1 << 3 | DELIMITED
-# of an HTTPAccessLogEntry,
+# HTTPAccessLogEntry:
 _COMMON_PROPERTIES: Final = 1 << 3 | DELIMITED
 _REQUEST: Final = 3 << 3 | DELIMITED
 _RESPONSE: Final = 4 << 3 | DELIMITED
-# of its parts,
+# Its parts:
 _FIRST_SENT: Final = 7 << 3 | DELIMITED
 _LAST_RECEIVED: Final = 10 << 3 | DELIMITED
 _RESPONSE_FLAGS: Final = 16 << 3 | DELIMITED
@@ -50,16 +53,16 @@ _REQUEST_BODY_BYTES: Final = 12 << 3 | VARINT
 _RESPONSE_CODE: Final = 1 << 3 | DELIMITED
 _RESPONSE_BODY_BYTES: Final = 3 << 3 | VARINT
 _RESPONSE_HEADERS: Final = 4 << 3 | DELIMITED
-# of a Duration,
+# Duration:
 _SECONDS: Final = 1 << 3 | VARINT
 _NANOS: Final = 2 << 3 | VARINT
-# of a wrapped number, of a map's entry, of Metadata and Struct,
+# Wrapped numbers, map entries, Metadata and Struct:
 _WRAPPED: Final = 1 << 3 | VARINT
 _KEY: Final = 1 << 3 | DELIMITED
 _VALUE: Final = 2 << 3 | DELIMITED
 _FILTER_METADATA: Final = 1 << 3 | DELIMITED
 _FIELDS: Final = 1 << 3 | DELIMITED
-# and of a Struct's Value.
+# Value:
 _NUMBER_VALUE: Final = 2 << 3 | FIXED64
 _STRING_VALUE: Final = 3 << 3 | DELIMITED
 _BOOL_VALUE: Final = 4 << 3 | VARINT
@@ -77,15 +80,16 @@ _LEFT: Final = frozenset(
         )
     ]
 )
-"""Response flags for answers that were cut off by the client, or by a time limit of Envoy's that a client can exceed."""
+"""Response flags of answers cut off by the client, or by a timeout of Envoy's that a client can
+cause."""
 
 _UPSTREAM_FLAGS: Final = frozenset(_FLAGS.values()) - _LEFT
 """Response flags for failures of the upstream, or of the connection to it."""
 
 _CUT: Final = _LEFT | {_FLAGS["upstream_request_timeout"], _FLAGS["upstream_max_stream_duration_reached"]}
-"""Response flags for answers that the upstream may have gone on with."""
+"""Response flags of answers that the upstream may have continued."""
 
-# Names are compared as bytes, because decoding them takes longer.
+# Names are compared as bytes; decoding them would take longer.
 _DECIDED: Final = NAMESPACE.encode()
 _TOLD: Final = USAGE_NAMESPACE.encode()
 _GATEWAY: Final = GATEWAY_NAMESPACE.encode()
@@ -103,17 +107,18 @@ _FAILURE: Final = 500
 _LINES_PER_SECOND: Final = 1
 
 _MOST_OUTPUT: Final = 131_072
-"""Tokens. No text response has more; larger ones hold images."""
+"""Tokens. No text response has more; longer ones contain images."""
 
 _MOST_TOLD: Final = 2**20
-"""Tokens that a response may report: several times _MOST_OUTPUT, for several answers at once, or its number of bytes."""
+"""The most output tokens that a response can report credibly, unless it has more bytes: several
+times _MOST_OUTPUT, for requests with several answers."""
 
 _MOST_PROMPT: Final = 10_000_000
-"""Tokens. No model's context is larger; a prompt of more bytes may have more, in a batch."""
+"""Tokens. No model's context is larger, but a batch may be: up to its number of bytes."""
 
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
 _BYTES_PER_EVENT: Final = 128
-"""Bytes per token of a streamed response: each event is usually JSON around a few letters, but it can be text as a whole."""
+"""Estimated bytes per token of a streamed response. An event is usually JSON around a few letters."""
 
 _BYTES_PER_COMPRESSED_TOKEN: Final = 1
 """Compression shrinks text to a third or a quarter."""
@@ -123,19 +128,20 @@ class _Logged:
     """One entry of the access log.
 
     Attributes:
-        decided: metadata of Loopguard's decision; None if there is none.
+        decided: metadata of Loopguard's decision; None if missing.
         told: metadata that Envoy's filters read in the response.
-        gateway: the same by Envoy AI Gateway.
-        status: HTTP status of the response; 0 for none.
+        gateway: the same from Envoy AI Gateway.
+        status: HTTP status of the response; 0 if there was none.
         flagged: the upstream, or the connection to it, failed.
-        cut: the client left, or time was up.
-        unfinished: the request is not over yet.
+        cut: the client left, or a timeout struck.
+        unfinished: the request has not ended.
         request_bytes: length of the request's body.
         response_bytes: length of the response's body.
-        headers: the response headers that Envoy is configured to log.
-        sent: something of the request went to an upstream.
-        sent_ms: when the first byte went to the upstream, in milliseconds since the request began; 0 for never.
-        received_ms: when the last byte came from the upstream, likewise.
+        headers: the response headers that Envoy logs.
+        sent: some of the request reached an upstream.
+        sent_ms: when the first byte was sent to the upstream, in milliseconds since the request
+            began; 0 for never.
+        received_ms: when the last byte was received from the upstream, likewise.
     """
 
     def __init__(self) -> None:
@@ -155,10 +161,13 @@ class _Logged:
 
 
 class AccessLog:
-    """Reads the log's messages and passes on the entries that matter."""
+    """Reads the log's messages and passes on relevant entries."""
 
     def __init__(self, take: Callable[[Entry], None], metrics: Metrics) -> None:
-        """Pass entries to `take`. Its exceptions are counted and affect only their own entry."""
+        """`take` receives the entries.
+
+        Its exceptions are counted and affect only their own entry.
+        """
         self._take = take
         self._errors = RateLimit(_LINES_PER_SECOND)
         self._taken = metrics.access_log_entries.labels("taken")
@@ -178,14 +187,14 @@ class AccessLog:
             self._dropped.inc()
             return 0
         entries, count = read_message(data)
-        taken = sum([self._hand_on(entry) for entry in entries])
+        taken = sum([self._pass_on(entry) for entry in entries])
         self._taken.inc(taken)
         if count > MAX_ENTRIES:
             self._dropped.inc(count - MAX_ENTRIES)
         return count
 
-    def _hand_on(self, entry: Entry) -> bool:
-        """Pass an entry on; returns whether that succeeded."""
+    def _pass_on(self, entry: Entry) -> bool:
+        """Pass an entry on; whether that succeeded."""
         try:
             self._take(entry)
         except Exception as error:  # noqa: BLE001  # no error may affect other entries
@@ -201,7 +210,7 @@ class AccessLog:
 
 
 def read_message(message: bytes) -> tuple[list[Entry], int]:
-    """Read the entries that matter (see `_make_entry`) among the first MAX_ENTRIES, and count all.
+    """Read the relevant entries (see `_make_entry`) among the first MAX_ENTRIES, and count all.
 
     Raises:
         ProtocolError: the bytes are not a StreamAccessLogsMessage.
@@ -219,7 +228,7 @@ def read_message(message: bytes) -> tuple[list[Entry], int]:
 
 
 def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
-    """Read entries, starting from the count so far; returns the new count."""
+    """Append the relevant entries; returns the new count."""
     outer = reader.enter()
     while tag := reader.read_tag():
         if tag == _LOG_ENTRY:
@@ -232,7 +241,7 @@ def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
 
 
 def _read_entry(reader: Reader) -> _Logged:
-    """Read the entry at which the reader stands. The functions below likewise read the part at which it stands."""
+    """Read the entry at the reader's position. The functions below read one part of it each."""
     logged = _Logged()
     outer = reader.enter()
     while tag := reader.read_tag():
@@ -272,7 +281,7 @@ def _read_metadata(reader: Reader, logged: _Logged) -> None:
 
 
 def _read_namespace(reader: Reader, logged: _Logged) -> None:
-    """Read one namespace of the metadata. Every protobuf writer puts a key before its value."""
+    """Read one namespace of the metadata. Protobuf writers put a key before its value."""
     name = b""
     outer = reader.enter()
     while tag := reader.read_tag():
@@ -288,7 +297,7 @@ def _read_namespace(reader: Reader, logged: _Logged) -> None:
 
 
 def _read_struct(reader: Reader) -> dict[bytes, object]:
-    """Read texts, numbers and booleans; values of other kinds become None."""
+    """Read strings, numbers and booleans; other values become None."""
     found: dict[bytes, object] = {}
     outer = reader.enter()
     while tag := reader.read_tag():
@@ -390,7 +399,7 @@ def _read_header(reader: Reader, headers: dict[bytes, str]) -> None:
 
 
 def _make_entry(logged: _Logged) -> Entry | None:
-    """None for a request that is not over, or whose end changes no state here."""
+    """None for a request that has not ended, or whose end changes no state here."""
     decided = logged.decided
     if decided is None or _SESSIONS not in decided or logged.unfinished:
         return None
@@ -398,7 +407,8 @@ def _make_entry(logged: _Logged) -> Entry | None:
     failed = not refused and (logged.status >= _FAILURE or logged.flagged)
     named = read_calls(decided[_SESSIONS])
     calls = tuple([each for each in named if COUNTED not in each])
-    # Other filters may refuse a request that Loopguard has counted; answers without an upstream are no refusals.
+    # Another filter may refuse a counted request. Successful answers without an upstream are not
+    # refusals.
     unsent = not (refused or failed or logged.sent) and (logged.status >= _ERROR or not logged.status)
     counted = [found for each in named if failed or unsent for found in read_counted(each.get(COUNTED))]
     if named and not calls and not counted:
@@ -425,14 +435,15 @@ def _make_entry(logged: _Logged) -> Entry | None:
 
 
 class _FoundUsage:
-    """What an answer has used.
+    """The usage of an answer.
 
     Attributes:
         usage: its tokens, as in `usage.COUNTS`.
         estimated: some of them are estimated.
-        most_output: the most tokens that its bytes can be, if it is a stream whose output is estimated; else 0.
-        cut: its end is not known, and neither is what it has used.
-        absurd: it reports more than any model can use, so that it is not believed.
+        most_output: the most tokens that its bytes can contain, if it is a stream with estimated
+            output; else 0.
+        cut: its end, and therefore its usage, is unknown.
+        absurd: it reports more than any model can use, and is ignored.
     """
 
     def __init__(self, logged: _Logged) -> None:
@@ -447,7 +458,7 @@ class _FoundUsage:
         self.most_output = 0
         nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
         if nothing and not self.cut and prompt < 0 and output < 0:
-            self.usage, self.estimated = Usage(0, 0), False  # errors are not billed, nor upstreams that fail without an answer
+            self.usage, self.estimated = Usage(0, 0), False  # errors and failures without an answer are free
             return
         cached = int(told.get("cached", 0))
         self.estimated = prompt < 0 or output < 0
@@ -455,18 +466,18 @@ class _FoundUsage:
             prompt = max(cached, estimate_tokens(logged.request_bytes))
         if output < 0:
             output, self.most_output = _estimate_output(logged)
-        cached = min(cached, max(prompt, estimate_tokens(logged.request_bytes)))  # some gateways leave it out of the input
+        cached = min(cached, max(prompt, estimate_tokens(logged.request_bytes)))  # some gateways exclude it from the input
         read, written = int(told.get("cache_read", 0)), int(told.get("cache_write", 0))
         thoughts, tools = int(told.get("thoughts", 0)), int(told.get("tool_input", 0))
         self.usage = Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written)
 
 
 _WRITTEN: Final = ("output", "thoughts")
-"""The counts that are of the answer."""
+"""Counts that belong to the answer."""
 
 
 def _estimate_output(logged: _Logged) -> tuple[int, int]:
-    """Estimate the tokens of a response from its size, and for a stream the most that it can be."""
+    """Estimate the tokens of a response from its size; for a stream, also the most that they can be."""
     streams = logged.headers.get(b"content-type", "").lower().startswith(_STREAMS)
     least = BYTES_PER_TOKEN
     if logged.headers.get(b"content-encoding", "").lower() not in ("", "identity"):

@@ -1,12 +1,13 @@
-"""Processor time for inspecting bodies, shared fairly: a caller can use only what no other caller needs.
+"""Processor time for inspecting bodies, shared fairly: no caller can use time that others need.
 
-A token bucket for all bodies fills with time, and each inspection takes out the time that it used. While the bucket is not
-empty, any caller may use it. Below that is a reserve for callers that stay within their own share: all returning callers that
-are active get equal shares, and one share is kept for a new caller. So a caller that sends expensive bodies uses up the
-surplus, then its own share, and never the time that others need.
+A token bucket fills with time, and each inspection removes the time that it took. While the bucket
+is not empty, any caller may use it. Below zero, there is a reserve for callers within their own
+share: all active returning callers have equal shares, and one more share is for a new caller. So a
+caller that sends expensive bodies uses up the surplus and its own share, but never the time of
+others.
 
-A client may use a new name for each request. New names can use half of the reserve at most, do not displace returning callers,
-and are not counted as active.
+A client may use a new name for each request. New names can use at most half of the reserve, do not
+displace returning callers, and do not count as active.
 
 Shadow policies use the time that enforcing policies leave, and never take time from them.
 """
@@ -18,25 +19,27 @@ from typing import Final
 from extproc.bounded import LRU
 
 SHARE: Final = 0.5
-"""Share of the processor's time for inspecting bodies."""
+"""The part of the processor's time for inspecting bodies."""
 
 BURST_SECONDS: Final = 1.0
-"""Maximum seconds in the bucket that any caller may use: enough for about twenty of the most expensive bodies."""
+"""Maximum seconds in the bucket, enough for about twenty of the most expensive bodies."""
 
 RESERVE_SECONDS: Final = 0.5
-"""Seconds in the reserve, for callers within their own share."""
+"""Seconds in the reserve."""
 
 NEW_SECONDS: Final = RESERVE_SECONDS / 2
-"""Seconds of the reserve that new callers may use; the rest is enough for the shares of returning callers."""
+"""Seconds of the reserve that new callers may use. The rest is enough for the shares of returning
+callers."""
 
 PRESENT_SECONDS: Final = 1.0
 """Length of a span, in seconds. A caller stays active for one to two spans after its last request."""
 
 MAX_TENANTS: Final = 9_000
-"""Maximum number of returning callers. The least recently active is dropped, and counts as new when it returns."""
+"""Maximum number of returning callers. The least recently active is dropped, and counts as new if
+it returns."""
 
 MAX_NEW: Final = 1_000
-"""Maximum number of callers that have asked once; the least recently active is dropped."""
+"""Maximum number of callers seen once. The least recently active is dropped."""
 
 
 class _Account:
@@ -44,8 +47,8 @@ class _Account:
 
     Attributes:
         left: the time left, in seconds.
-        given: total of all shares per caller when `left` was computed.
-        span: number of the span in which it last asked.
+        given: the total time given to each caller when `left` was computed.
+        span: number of the span with its last request.
     """
 
     def __init__(self, given: float) -> None:
@@ -55,16 +58,16 @@ class _Account:
 
 
 class _Shares:
-    """The time of all callers under policies of one mode."""
+    """The time of all callers, for policies of one mode."""
 
     def __init__(self, now: float) -> None:
         self._left = BURST_SECONDS
         self._filled = now
-        self._given = 0.0  # to each active caller, since the start
+        self._given = 0.0  # total per active caller
         self._span = 0
-        self._began = now  # of the current span
-        self._present = 0  # callers that have asked in this span
-        self._places = 1  # that share the time: callers of this span or the last, whichever are more, and a new one
+        self._began = now  # the current span
+        self._present = 0  # callers in this span
+        self._places = 1  # number of shares: max(callers now, callers before) + 1
         self._known: LRU[str, _Account] = LRU(MAX_TENANTS)
         self._new: LRU[str, _Account] = LRU(MAX_NEW)
 
@@ -115,20 +118,23 @@ class InspectionBudget:
     """The inspection time of this process."""
 
     def __init__(self, now: float) -> None:
-        """Start with a full bucket at `now`, in seconds of any monotonic clock, as in all methods."""
+        """Start with a full bucket.
+
+        `now` is in seconds of any monotonic clock, as in all methods.
+        """
         self._acting = _Shares(now)
-        self._watching = _Shares(now)  # what enforcing policies leave for shadow policies
+        self._watching = _Shares(now)  # also charged for enforcing policies
 
     def __len__(self) -> int:
-        """The number of known callers, for enforcing and for shadow policies together."""
+        """The number of known callers, for enforcing plus for shadow policies."""
         return len(self._acting) + len(self._watching)
 
     def allows(self, tenant: str, now: float, *, shadow: bool = False) -> bool:
-        """Whether there is time left to inspect a body of this tenant; with `shadow`, for shadow policies only."""
+        """Whether there is time to inspect a body of this caller; `shadow`: for shadow policies only."""
         return (self._watching if shadow else self._acting).allows(tenant, now)
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:
-        """Charge a tenant for the inspection of a body."""
+        """Charge a caller for an inspection."""
         self._watching.spend(tenant, seconds)
         if not shadow:
             self._acting.spend(tenant, seconds)

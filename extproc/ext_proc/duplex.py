@@ -1,40 +1,43 @@
-"""Streams for which Envoy keeps no bodies (FULL_DUPLEX_STREAMED): every part of a body has to be handed back.
+"""Streams in mode FULL_DUPLEX_STREAMED: Envoy keeps no bodies, so every part must be handed back.
 
-In this mode, the upstream gets only the parts of a body that are handed back. If the stream ends earlier, even with OK, Envoy
-continues without the rest, or waits for it forever: the upstream gets an incomplete request, and answers 200. So the stream
-must last as long as the bodies that it carries. If it has to end earlier, it ends with an error, and Envoy answers 500, in any
-failure mode.
+The upstream gets only the parts that are handed back. If the stream ends too early, even with OK,
+Envoy continues without the rest, or waits for it forever: the upstream gets an incomplete request,
+and answers 200. So the stream must last as long as its bodies. If it has to end earlier, it ends
+with an error, and Envoy answers 500, whatever its failure mode.
 
-The body of a request that is to be decided is held here until its end, and so are its headers: Envoy waits for their answer for
-any time, and sends the body meanwhile. Then the request can be refused, or its body edited. All other parts of bodies are
-handed back as they come.
+The body of a request to be decided is held here until its end, and so are its headers: Envoy waits
+for their answer without a timeout, and sends the body meanwhile. Then the request can be refused,
+or its body edited. All other parts are handed back at once.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from extproc.ext_proc.answers.go_on import hand_on
+from extproc.ext_proc.answers.let_pass import hand_on
 from extproc.ext_proc.held import HeldBody
 from extproc.ext_proc.wire import BODY_DUPLEX, EnvoyMessage
 from extproc.request.patch import Pieces
 
 HELD_BYTES: Final = 10 * 2**20
-"""Longest body to hold, in bytes, if no policy inspects longer ones. Longer bodies are handed on before they are decided."""
+"""Maximum length of a body to hold, in bytes, unless a policy inspects longer ones. Longer bodies
+are forwarded before the decision."""
 
 _PART: Final = 2**16 - 2**10
-"""Maximum length of a part that is handed back, in bytes. Some gateways accept no message above 64 KiB."""
+"""Maximum length of a part that is handed back, in bytes. Some gateways accept no message above 64
+KiB."""
 
 
 class Duplex:
-    """The bodies of one stream that are still to be handed back.
+    """The bodies of one stream that still have to be handed back.
 
     Attributes:
-        holds: the request's body is held, and its headers are not answered.
-        untimed: Envoy waits for answers about the request for any time.
-        held: what is held of the body; None before its first part.
+        holds: the request's body is held, and its headers are unanswered.
+        untimed: Envoy waits without a timeout for answers about the request.
+        held: the held body; None before its first part.
         before: messages to send before the next answer.
-        part: the message that hands the newest part of a body back, to which the answer belongs; empty for none.
+        part: the message that hands back the newest part of a body, to be merged with the answer;
+            may be empty.
         whole: the pieces of the held body, once it has ended.
         has_trailers: the held body ends with trailers.
     """
@@ -43,7 +46,7 @@ class Duplex:
         """Read the body modes from the first message of a stream."""
         self._request = self.untimed = first.body_mode == BODY_DUPLEX
         self._response = first.response_mode == BODY_DUPLEX
-        self._begun = False  # a message about the response has come
+        self._begun = False  # a message about the response has arrived
         self.holds = False
         self.held: HeldBody | None = None
         self.before: list[bytes] = []
@@ -53,16 +56,16 @@ class Duplex:
 
     @property
     def over(self) -> bool:
-        """Whether no body is left to hand back."""
+        """Whether all bodies have been handed back."""
         return not (self._request or self._response)
 
     @property
     def carries(self) -> bool:
-        """Whether a body is under way, which would be cut off if the stream ended."""
+        """Whether ending the stream now would cut off a body."""
         return self._request or self.holds or (self._response and self._begun)
 
     def follow(self, message: EnvoyMessage) -> bool:
-        """Note the next message; returns whether it is part of a body that has to be handed back."""
+        """Take note of the next message; whether it is a part to hand back."""
         kind = message.kind
         if kind.startswith("request_"):
             expected = self._request
@@ -74,7 +77,7 @@ class Duplex:
         return expected and kind.endswith("_body")
 
     def write_whole(self, edited: Pieces | None, trailers: bytes) -> list[bytes]:
-        """The messages that hand the held body back, or the edited one in its place.
+        """The messages that hand back the held body, or the edited one.
 
         Args:
             edited: the edited body; None if it is unchanged.
@@ -88,7 +91,7 @@ class Duplex:
 
 
 def write_parts(pieces: Pieces, *, ended: bool) -> list[bytes]:
-    """The messages that hand these pieces of a request's body back; with `ended`, they are its end."""
+    """The messages that hand back these pieces of a request's body; `ended`: they are its end."""
     if ended and len(pieces) == 1 and len(pieces[0]) <= _PART:  # as almost always
         return [hand_on(pieces, ended=True)]
     parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""A request body that is held here until its end, to be handed back as it came."""
+"""A request body that is held here until its end, and then handed back unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from extproc.ext_proc.wire import LARGE
 from extproc.request.fingerprint import NO_BODY
 
 _START: Final = 5
-"""The length of what a message of gRPC begins with."""
+"""The length of the prefix of a gRPC message."""
 
 
 class HeldBody:
@@ -17,21 +17,22 @@ class HeldBody:
 
     Attributes:
         longest: maximum length to hold, in bytes.
-        sums: the length and the checksums of what has come so far.
-        size: the number of bytes that count as held. The last chunk does not: it goes on at once.
+        sums: length and checksums of the body so far.
+        size: number of held bytes. The last chunk does not count, because it is handed back at
+            once.
     """
 
     def __init__(self, kept: UploadMemory, longest: int) -> None:
-        """Start with an empty body; `kept` is the memory shared by all of them."""
+        """`kept` is the memory shared by all held bodies."""
         self.longest = longest
         self.sums = NO_BODY
         self.size = 0
         self._kept = kept
         self._pieces: list[bytes | memoryview] = []
-        self._small: bytearray | None = None  # what has come behind the pieces
+        self._small: bytearray | None = None  # what follows the pieces
 
     def add(self, chunk: bytes | memoryview, *, ended: bool) -> None:
-        """Add the next chunk, for which there must be room."""
+        """Add the next chunk; there must be room for it."""
         size = len(chunk)
         if not ended:
             self.size += size
@@ -39,7 +40,7 @@ class HeldBody:
         if not size:
             return
         self.sums = self.sums.plus(chunk)
-        if self._pieces and size < LARGE:  # many small ones would take up more memory than they are long
+        if self._pieces and size < LARGE:  # separate small chunks would take more memory than their length
             if self._small is None:
                 self._small = bytearray()
             self._small += chunk
@@ -47,14 +48,14 @@ class HeldBody:
         self.list_pieces().append(chunk)
 
     def list_pieces(self) -> list[bytes | memoryview]:
-        """The pieces that have come so far."""
+        """The pieces received so far."""
         if self._small is not None:
             self._pieces.append(bytes(self._small))
             self._small = None
         return self._pieces
 
     def take(self) -> list[bytes | memoryview]:
-        """Return the pieces, and hold none."""
+        """Return the pieces and free the memory."""
         pieces = self.list_pieces()
         self._pieces = []
         self._kept.free(self.size)

@@ -1,8 +1,8 @@
-"""How an exchange is answered: its guards read it, ask the store and judge, and the verdict is written for Envoy.
+"""Answers an exchange: its guards read it, ask the store and judge, and the decision is written for Envoy.
 
-The live answer waits for shadow guards only until a deadline.
+The answer waits for shadow guards only until a deadline.
 
-Errors in here never reach the client: they are counted and logged, and the request continues.
+Errors here never reach the client: they are counted and logged, and the request continues.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_head
 from extproc.engine.settlements import Entry, describe_calls
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
-from extproc.ext_proc.answers.go_on import (
+from extproc.ext_proc.answers.let_pass import (
     LAST_HEADERS,
     WARNING,
-    let_go_on,
+    let_pass,
     make_metadata,
     make_wait,
     replace_body,
@@ -47,36 +47,39 @@ from extproc.store.pending import Listener
 from extproc.store.rules.session import REFUSED, WITHDRAWN
 
 HOLD_MARGIN_MS = 2_000
-"""Margin of the overridden message timeout over the hold, so that a busy moment does not turn a hold into a 504."""
+"""Margin of the message timeout over the delay, so that a busy moment does not turn a delay into a
+504."""
 
 _now: Final = perf_counter  # compiled code reads a module's constant fastest
 
 _SMALL: Final = 8_192
 _SMALL_SECONDS: Final = 0.001
-"""Bodies that take less are not timed: reading the thread's clock, a system call, takes longer than inspecting them."""
+"""Smaller bodies are charged by the wall clock, up to this time: the thread's clock, a system call,
+takes longer than the inspection."""
 
 SHADOW_SECONDS: Final = 0.05
-"""How long an answer waits for shadow guards after the enforcing ones have judged: its metadata tells their verdict, too."""
+"""How long an answer waits for shadow guards after the enforcing ones: its metadata includes their
+outcome."""
 
 SHADOW_DEADLINE: Final = "shadow_deadline"
-"""The reason why shadow policies whose answer did not come in time have not counted a request."""
+"""The reason of shadow policies that missed the deadline and have not counted a request."""
 
 _REFUSED_STATUS: Final = 429
-"""Outcome of requests that another guard refused for any reason."""
+"""Reported to guards that reserved something for a request which another guard refused."""
 
 
 class Reply:
-    """What to do with one message; never changed.
+    """What to do with one message; immutable.
 
     Attributes:
-        answer: the ProcessingResponse to send, in pieces if it contains an edited body; None if the message has no well-formed
-            answer.
+        answer: the ProcessingResponse to send, in pieces if it contains an edited body; None if the
+            message has no well-formed answer.
         done: end the stream with status OK after the answer.
         hold_ms: delay before the answer, in milliseconds.
-        first: a ProcessingResponse to send before the delay, so that Envoy waits, too; empty for none.
-        rest: ProcessingResponses to send behind the answer.
-        refuses: the request ends with the answer.
-        edited: the body to hand back in place of the held one; None if it is unchanged.
+        first: a ProcessingResponse to send before the delay, so that Envoy waits; may be empty.
+        rest: ProcessingResponses to send after the answer.
+        refuses: the answer ends the request.
+        edited: the body to hand back instead of the held one; None if it is unchanged.
     """
 
     def __init__(  # noqa: PLR0913  # all that can be done
@@ -99,7 +102,7 @@ class Reply:
         self.edited = edited
 
     def join_answer(self) -> bytes:
-        """The answer, which must not be None, as one piece."""
+        """The answer in one piece; it must not be None."""
         return self.answer if isinstance(self.answer, bytes) else b"".join(self.answer or [])
 
 
@@ -108,9 +111,9 @@ MaybeLater: TypeAlias = Reply | Awaitable[Reply]
 HEADERS: Final = ("request_headers", LAST_HEADERS)
 _PHASES = (*HEADERS, "request_body", "request_trailers", "response_headers", "response_body", "response_trailers")
 
-_GO_ON_BYTES: Final = {kind: let_go_on(kind) for kind in _PHASES}
-GO_ON: Final = {kind: Reply(answer, done=False) for kind, answer in _GO_ON_BYTES.items()}
-DONE: Final = {kind: Reply(answer, done=True) for kind, answer in _GO_ON_BYTES.items()}
+_PASS_BYTES: Final = {kind: let_pass(kind) for kind in _PHASES}
+PASS: Final = {kind: Reply(answer, done=False) for kind, answer in _PASS_BYTES.items()}
+DONE: Final = {kind: Reply(answer, done=True) for kind, answer in _PASS_BYTES.items()}
 """Replies that let the request continue, by phase."""
 
 
@@ -118,7 +121,7 @@ class Later:
     """A reply that waits only for the store, so that the transport needs no task for it.
 
     Attributes:
-        stay: adapts the reply if the stream has more to do; None if not.
+        stay: adapts the reply if the stream must continue; else None.
     """
 
     def __init__(self, service: Service, kind: str, exchange: Exchange, asked: Asked, shadow_counts: Counts) -> None:
@@ -130,11 +133,11 @@ class Later:
         self._shadow_counts = shadow_counts
 
     def notify(self, listener: Listener) -> None:
-        """Call this listener when the store has answered; it then calls `finish`."""
+        """Call the listener when the store has answered; the listener then calls `finish`."""
         self._asked.pending.notify(listener)
 
     def cancel(self) -> None:
-        """Cancel the reply. What the store takes from budgets all the same is given back."""
+        """Cancel the reply, and give back what the store still takes from budgets."""
         if not self._asked.pending.done:
             self._asked.abandon()
 
@@ -155,14 +158,14 @@ class Later:
         return self.finish()
 
     def __await__(self) -> Generator[Any, None, Reply]:
-        """Wait, and finish."""
+        """Wait for the store, then finish."""
         return self._wait().__await__()
 
 
-def match(  # noqa: PLR0913  # all that chooses policies
+def match(  # noqa: PLR0913  # all inputs of the choice
     service: Service, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
 ) -> Exchange | None:
-    """Match the policies in force and those that came with the route; None if none matches."""
+    """Match the loaded policies and those that came with the route; None if none matches."""
     if pinned and (unknown := engine.list_unknown(pinned)):
         service.reporter.report_unknown_policies(unknown)
     facts = request.facts
@@ -179,14 +182,14 @@ def match(  # noqa: PLR0913  # all that chooses policies
 
 
 def kill(service: Service, request: HttpRequest, switch: Switch, started: float) -> Reply | None:
-    """Refuse a request because of a kill switch; None if the switch must not act."""
+    """Refuse a request because of a kill switch; None in shadow mode."""
     shadow = service.settings.shadow
     service.reporter.report_killed(switch, "shadow" if shadow else "enforce")
     return None if shadow else _stop(service, refuse_killed(request), started)
 
 
 def block(service: Service, exchange: Exchange) -> Reply | None:
-    """Refuse a request that an operator has blocked, as far as it is known by now; None if no block applies."""
+    """Refuse a request that an operator has blocked; None if no block is known to apply."""
     found = exchange.enforcing.find_block()
     if found is None:
         return None
@@ -203,7 +206,7 @@ def block(service: Service, exchange: Exchange) -> Reply | None:
 
 
 def _stop(service: Service, refusal: bytes, started: float) -> Reply:
-    """Refuse a request before any policy has counted it."""
+    """Refuse a request that no policy has counted."""
     service.metrics.decision_seconds.observe(_now() - started)
     return Reply(refusal, done=True, refuses=True)
 
@@ -226,7 +229,7 @@ def judge(  # noqa: PLR0913  # everything known about a body
         sums: the body's checksums; None if it is unknown.
         reason: why the body is unknown.
         content: the body; None if no policy may inspect it.
-        excerpt: an excerpt of a body that is too long; `content` is then the bytes of the excerpt.
+        excerpt: makes an excerpt of a body that is too long; `content` is then the excerpt's bytes.
     """
     if exchange.steers:
         exchange.raw, exchange.unknown = content if excerpt is None else None, reason
@@ -249,7 +252,7 @@ def judge(  # noqa: PLR0913  # everything known about a body
 
 
 def sum_up(service: Service, exchange: Exchange, body: bytes | memoryview) -> Body:
-    """The checksums of a body that may be compressed. Unpacking it counts as inspection."""
+    """The checksums of a body, decompressed if the caller has inspection time left."""
     budget, tenant, watches = service.budget, exchange.find_tenant(), not exchange.enforcing.active
     if exchange.is_plain or not budget.allows(tenant, exchange.started, shadow=watches):
         return NO_BODY.plus(body)
@@ -267,13 +270,13 @@ def _inspect(  # noqa: PLR0913  # as `judge`
     content: bytes | memoryview,
     excerpt: Excerpt | None,
 ) -> None:
-    """Inspect the body if the tenant has time left for it."""
+    """Let the guards read the body, if the caller has inspection time left."""
     budget, tenant, watches = service.budget, exchange.find_tenant(), not exchange.enforcing.inspects
     if not budget.allows(tenant, exchange.started, shadow=watches):
         exchange.read_body(sums, reason, None, "inspect_budget")
         return
     small = len(content) <= _SMALL
-    clock = perf_counter if small else thread_time  # a tenant does not pay for other processes' use of the processor
+    clock = perf_counter if small else thread_time  # a caller is not charged for other processes
     most = _SMALL_SECONDS if small else inf
     began = clock()
     exchange.read_body(sums, reason, content, excerpt=excerpt, shadow=False)
@@ -288,7 +291,7 @@ def _inspect(  # noqa: PLR0913  # as `judge`
 async def _judge_later(
     service: Service, kind: str, exchange: Exchange, counts: MaybeCounts, shadow_counts: MaybeCounts
 ) -> Reply:
-    """Answer when the store has answered the enforcing guards, and the shadow guards or their deadline has passed."""
+    """Answer when the store has answered the enforcing guards, and the shadow guards or their deadline."""
     watched = asyncio.ensure_future(wait_for(shadow_counts))
     try:
         found = await wait_for(counts)
@@ -313,7 +316,10 @@ async def _judge_later(
 
 
 def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shadow_counts: Counts) -> Reply:
-    """Decide about a request that has been counted. Even after an error, the answer names the call for its sessions."""
+    """Decide about a counted request.
+
+    Even after an error, the answer names the request's reservations.
+    """
     try:
         decision = exchange.decide(counts, shadow_counts)
         if decision.lead is not None or decision.shadow is not None:
@@ -323,7 +329,7 @@ def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shad
             decision, changed = _change(service, kind, exchange, decision)
         service.reporter.report(exchange, decision)
         if decision.shadow is not None and decision.shadow.action is Action.REJECT and exchange.shadow.budgets:
-            # before it is described: it must not be settled, too
+            # before the answer describes them, or they would also be settled
             service.counting.give_back((), exchange.shadow.budgets, REFUSED)
         reply = None
         if (counts is None or exchange.enforcing.forbidden is not None) and exchange.state != SENT_ON:
@@ -344,7 +350,7 @@ def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shad
 
 
 def _weigh(service: Service, exchange: Exchange, decision: Decision) -> Decision:
-    """The decision as far as it can be carried out: in incidents, after a part was sent on, and with no place to be held."""
+    """Adjust the decision: during incidents, after the body was partly forwarded, and if there is no room for a delay."""
     decision = service.reporter.weigh(exchange, decision)
     if exchange.state == SENT_ON and decision.action not in (Action.ALLOW, Action.WARN):
         service.metrics.fail_open.labels("sent_on").inc()
@@ -364,7 +370,7 @@ def _change(service: Service, kind: str, exchange: Exchange, decision: Decision)
         return decision, UNCHANGED
     content = exchange.raw
     if content is not None and exchange.document is not None:
-        content = bytes(exchange.document)  # the same, and already copied
+        content = bytes(exchange.document)  # equal, and already copied
     original = Original(content, exchange.unknown or "inspect_limit")
     if exchange.state == OBSERVED:
         original = Original(None, NOT_WAITED_FOR)
@@ -376,7 +382,7 @@ def _change(service: Service, kind: str, exchange: Exchange, decision: Decision)
 
 
 def _refuse_uncounted(service: Service, exchange: Exchange, decision: Decision, counts: Counts) -> Reply | None:
-    """Refuse a request that could not be counted, if a policy says so; else None."""
+    """Refuse a request that could not be counted, if required; else None."""
     forbidden = exchange.enforcing.forbidden
     if counts is None:
         metadata = _describe(service, exchange, decision)
@@ -391,15 +397,15 @@ def _refuse_uncounted(service: Service, exchange: Exchange, decision: Decision, 
 
 
 def _write(service: Service, kind: str, exchange: Exchange, decision: Decision, changed: Changed) -> Reply:
-    """The reply that carries out a decision."""
+    """The reply for a decision."""
     lead, budgets = decision.lead, exchange.budgets
     reserves = len(exchange.sessions) > 0 or exchange.settles or not exchange.counts_failed
     calls = describe_calls(exchange) if reserves and exchange.state != OBSERVED else ""
     if lead is None and decision.shadow is None and exchange.record is None and changed.body is None:
         if budgets:
             told = write_budgets(exchange.enforcing.budgets, calls)
-            return Reply(_GO_ON_BYTES[kind] + told, done=True) if told else DONE[kind]
-        return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
+            return Reply(_PASS_BYTES[kind] + told, done=True) if told else DONE[kind]
+        return Reply(_PASS_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
     metadata = _describe(service, exchange, decision)
     if budgets:
         metadata |= describe_budgets(exchange.enforcing.budgets, decision)
@@ -415,7 +421,7 @@ def _write(service: Service, kind: str, exchange: Exchange, decision: Decision, 
     elif changed.body is not None:
         written = replace_body(changed.body, metadata, warning=warning, marks=changed.marks)
     else:
-        written = let_go_on(kind, metadata or None, warning=warning)
+        written = let_pass(kind, metadata or None, warning=warning)
     if lead is None or not exchange.delayed:
         return Reply(written, done=True, edited=edited)
     wait = make_wait(lead.delay_ms + HOLD_MARGIN_MS)
@@ -440,7 +446,7 @@ def _describe(service: Service, exchange: Exchange, decision: Decision) -> dict[
 
 
 def _describe_circumstances(service: Service, exchange: Exchange, lead: Outcome) -> dict[str, Any]:
-    """For traces: the kind of a loop's cause where the request shows it, and the hash of its session where it has one."""
+    """For traces: the kind of the loop's cause and the hash of the session, if known."""
     found: dict[str, Any] = {}
     if lead.repeat is not None:
         try:
@@ -457,7 +463,7 @@ def _describe_circumstances(service: Service, exchange: Exchange, lead: Outcome)
 
 
 def give_back(service: Service, exchange: Exchange, outcome: int, status: int) -> None:
-    """Give back what a request has reserved that was REFUSED or WITHDRAWN; `status` of its answer, 0 for none."""
+    """Give back the reservations of a request that was REFUSED or WITHDRAWN; `status` of its answer, 0 for none."""
     report = partial(service.reporter.report_settled, Entry(status=status, refused=True))
     service.counting.give_back(exchange.sessions, exchange.budgets, outcome, report)
 
@@ -471,14 +477,17 @@ def _compare(service: Service, exchange: Exchange, decision: Decision, *, refuse
 
 
 def fail(service: Service, kind: str, error: Exception, calls: str = "") -> Reply:
-    """Let the request continue after an internal error and report it. `calls` says whose call it is, if it was counted."""
+    """Let the request continue after an internal error, and report it.
+
+    `calls` has the reservations of a counted request.
+    """
     service.metrics.fail_open.labels("internal_error").inc()
     service.reporter.report_failure("internal error, request let through", error, phase=kind)
-    return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
+    return Reply(_PASS_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
 
 
 def close(service: Service, exchange: Exchange) -> None:
-    """Free what the request held. If it was delayed and never sent on, give back what it has reserved."""
+    """Free the request. If its delayed answer was never sent, give back its reservations."""
     if exchange.delayed:
         service.holds.free(exchange.tenant)
         exchange.delayed = False

@@ -1,4 +1,7 @@
-"""Reads a protobuf message field by field. The protobuf library would make an object of every nested message."""
+"""Reads a protobuf message field by field.
+
+The protobuf library would create an object for every nested message.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ FIXED32: Final = 5
 
 _TYPE: Final = 7
 _MORE: Final = 0x80
-"""The bit set in every byte of a varint but the last; the other bits are the value."""
+"""The bit that is set in every byte of a varint except the last; the other bits are the value."""
 
 _BITS: Final = 0x7F
 _LONGEST: Final = 63
@@ -26,7 +29,7 @@ _read_double: Final = Struct("<d").unpack_from
 class Reader:
     """Walks over the fields of a message and of nested messages (protobuf.dev, Encoding).
 
-    It does not recurse: the caller of `enter` decides about the depth.
+    It does not recurse: the caller of `enter` controls the depth.
 
     Attributes:
         value: the newest varint.
@@ -54,7 +57,7 @@ class Reader:
             return 0
         data = self._data
         tag = data[position]
-        if tag < _MORE:  # most numbers have one byte; checking this is faster than a call
+        if tag < _MORE:  # most have one byte, and this check is faster than a call
             position += 1
         else:
             tag, position = read_varint(data, position)
@@ -81,14 +84,14 @@ class Reader:
         return tag
 
     def enter(self) -> int:
-        """Enter the nested message in the current field; returns the position that `leave` needs."""
+        """Enter the nested message in the current field; returns the position for `leave`."""
         outer = self._end
         self._end = self._position
         self._position = self._start
         return outer
 
     def leave(self, outer: int) -> None:
-        """Continue behind the nested message, in the enclosing one, which ends at `outer`."""
+        """Continue after the nested message, in the enclosing one, which ends at `outer`."""
         self._position = self._end
         self._end = outer
 
@@ -107,7 +110,7 @@ class Reader:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at `position`, and where it ends.
+    """The number at `position`, and the position after it.
 
     Raises:
         ValueError: the number is too long.

@@ -1,4 +1,4 @@
-"""State shared by all ext_proc streams: policies in force, store, reports, and bounds on what is open at once."""
+"""State shared by all ext_proc streams: loaded policies, the store, reports, and limits on open streams."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Waiting:
 
     @property
     def held(self) -> int:
-        """The number of bytes that it holds back until its body is complete."""
+        """The number of bytes that it holds until its body is complete."""
         return 0
 
     def hand_on(self) -> None:
-        """Stop holding bytes back: the request continues, and is still counted."""
+        """Forward the held bytes: the request continues, and is still counted."""
 
     def give_up(self, reason: str) -> None:
         """Stop waiting: the request continues uncounted."""
@@ -49,24 +49,24 @@ class Service:
     """The shared state.
 
     Attributes:
-        engine: the policies in force; see `follow`.
+        engine: the loaded policies; see `follow`.
         key: the key of keyed hashes.
         counting: asks the store.
         metrics: metrics of all events.
         reporter: writes metrics, tables and the log.
         settings: settings of the process.
-        holds: throttled requests.
+        holds: places for delayed requests.
         released: `release` was called.
-        kept: memory for bodies under way.
+        kept: memory for bodies that have not ended.
         budget: time for inspecting bodies.
         changes: edits bodies.
         pairs: compares shadow policies with enforcing ones.
-        overrides: operators' orders, if any. Assign to change them between two requests.
+        overrides: operators' orders, if any; replaced when they change.
         access_log: reads the outcome of requests.
         handed_over: policies that come with routes.
-        streams: the number of open streams.
+        streams: number of open streams.
         waiting: streams that wait for a body, oldest first.
-        given_up: the number of open streams that no longer decide anything and only have to close or to hand bodies back.
+        given_up: number of open streams that only have to close or to hand bodies back.
     """
 
     def __init__(  # noqa: PLR0913  # everything that streams share
@@ -102,14 +102,14 @@ class Service:
         metrics.streams_in_flight.set_function(lambda: self.streams)
 
     def follow(self, engine: Engine) -> None:
-        """Put other policies in force. Requests under way keep the policies with which they began."""
+        """Replace the policies. Open requests keep those with which they began."""
         self.engine = engine
         self.pairs.follow(engine.pairings, time())
 
     def make_room(self) -> bool:
-        """Give up the stream that has waited longest for a body; returns whether there was one.
+        """Give up the stream that has waited longest for a body; whether there was one.
 
-        A client can stall an upload for any time. This must not switch the guard off for all others.
+        A client can stall an upload forever. That must not turn off the guard for others.
         """
         if not self.waiting:
             return False
@@ -118,13 +118,13 @@ class Service:
         return True
 
     def make_memory(self, size: int, own: int) -> bool:
-        """Make room for more bytes of a body that is held; returns False if there is none.
+        """Make room for more bytes of a held body; whether there is enough.
 
-        The stream that holds most hands its body on, unless that is the one that asks.
+        The stream that holds the most bytes forwards its body, unless that is the stream that asks.
 
         Args:
             size: the number of bytes.
-            own: the number of bytes that the asking stream holds with them.
+            own: the number of bytes that the asking stream then holds.
         """
         while not self.kept.has_room(size):
             largest = max(self.waiting, key=_count_held, default=None)
@@ -134,7 +134,7 @@ class Service:
         return True
 
     def settle_entry(self, entry: Entry) -> None:
-        """Report a request's outcome to the counts that included it, to the ledgers of its sessions, and to its budgets."""
+        """Report a request's outcome to the counters that included it, its sessions and its budgets."""
         if entry.absurd:
             self.metrics.absurd_usage.inc()
         settled, unknown = list_settlements(self.engine, entry)
@@ -143,7 +143,7 @@ class Service:
         self.counting.settle(settled, partial(self.reporter.report_settled, entry))
 
     def release(self) -> None:
-        """End every hold and every wait for a body, now and from now on, because the server is about to stop."""
+        """End all delays and all waits for bodies, now and from now on, because the server is about to stop."""
         self.released = True
         self.holds.release()
         for stream in list(self.waiting):

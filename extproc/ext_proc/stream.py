@@ -1,11 +1,14 @@
-"""One ext_proc stream: ProcessingRequest in, ProcessingResponse out. The only file that knows ext_proc's phases.
+"""One ext_proc stream: ProcessingRequest in, ProcessingResponse out.
 
-Sans-IO: a `Stream` takes a message's bytes and returns a `Reply` with the answer's bytes, or an awaitable of one if the store
-has to be asked over a network. The owner of the socket sends, holds and closes as the reply says.
+Only this file knows ext_proc's phases.
 
-Every message gets exactly one well-formed answer of its own phase: Envoy treats extras as an attack. The stream ends as soon as
-nothing more can be decided. With a buffered body, it would otherwise stay open until the upstream's answer and use up Envoy's
-`max_requests`.
+Sans-IO: `Stream.receive` takes a message's bytes and returns a `Reply` with the answer's bytes, or
+an awaitable of one if the store is asked over a network. The owner of the socket sends, delays and
+closes as the reply says.
+
+Every message gets exactly one well-formed answer of its own phase: Envoy treats additional ones as
+an attack. The stream ends as soon as there is nothing more to decide. Otherwise, with a buffered
+body, it would stay open until the upstream's answer and use up Envoy's `max_requests`.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ from extproc.apis.excerpt import Excerpt
 from extproc.engine.exchange import BUFFERED, HELD, OBSERVED, SENT_ON, Exchange
 from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_names
 from extproc.errors import ProtocolError
-from extproc.ext_proc.answers.go_on import LAST_HEADERS, end_headers, hand_back, hand_on, let_go_on
+from extproc.ext_proc.answers.let_pass import LAST_HEADERS, end_headers, hand_back, hand_on, let_pass
 from extproc.ext_proc.duplex import HELD_BYTES, Duplex, write_parts
 from extproc.ext_proc.held import HeldBody
 from extproc.ext_proc.judging import (
     DONE,
-    GO_ON,
     HEADERS,
+    PASS,
     Later,
     MaybeLater,
     Reply,
@@ -60,10 +63,11 @@ from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, i
 from extproc.settings import is_scope
 
 SCOPE_METADATA = "x-loopguard-scope"
-"""gRPC metadata with the name of the attachment for one stream, in place of `--scope`."""
+"""gRPC metadata with a stream's attachment name, instead of `--scope`."""
 
 BUFFER_LIMIT_METADATA: Final = "x-loopguard-buffer-limit"
-"""gRPC metadata with Envoy's buffer limit, which tells a body that was cut off from one that ends in trailers."""
+"""gRPC metadata with Envoy's buffer limit. It distinguishes a body that was cut off from one with
+trailers."""
 
 _now: Final = perf_counter  # compiled code reads a module's constant fastest
 
@@ -71,18 +75,20 @@ _LIMIT_DIGITS: Final = 18
 _INVALID_ARGUMENT = 3
 
 _REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
-"""Envoy's responses to a body that does not arrive in time and to one above its buffer limit, and our reasons."""
+"""Envoy's answers to a body that does not arrive in time and to one above its buffer limit, and our
+reasons."""
 
 _NOT_WHOLE: Final = {BODY_NONE: "no_body_phase", BODY_GRPC: "body_mode"}
-"""Body modes in which Envoy sends no complete body, and the reason why such requests are not counted."""
+"""Body modes without a complete body, and the reason why such requests are not counted."""
 
 _DECIDED_BEFORE: Final = "decided_before"
-"""The reason why shadow policies lack the body of a request that was refused or held at its headers."""
+"""The reason of shadow policies that lack the body of a request that was refused or delayed at its
+headers."""
 
 _NO_ANSWER: Final = Reply(None, done=True)
 _HELD: Final = Reply(None, done=False)
-_HEADERS: Final = let_go_on("request_headers")
-_TRAILERS: Final = let_go_on("request_trailers")
+_HEADERS: Final = let_pass("request_headers")
+_TRAILERS: Final = let_pass("request_trailers")
 
 
 class Stream(Waiting):
@@ -90,20 +96,24 @@ class Stream(Waiting):
 
     Attributes:
         given_up: it no longer waits for its body.
-        on_given_up: set by the transport. Called during a call of another stream when this one can end, or hand a body on. The
-            transport then sends what `take_handed_on` returns and, unless the stream `carries` a body, ends it with status OK.
-            If it does not, the stream answers its next message with all of this.
+        on_given_up: set by the transport. Called, during a call of another stream, when this one
+            can end or forward its body. The transport then sends the result of `take_handed_on`
+            and, unless the stream `carries` a body, ends it with status OK. If it does not, the
+            stream answers its next message with all of this.
     """
 
     def __init__(self, service: Service, metadata: Iterable[tuple[str, str | bytes]] = ()) -> None:
-        """Take a place among the service's streams until `close`. If none is free, the request is let through at once.
+        """Take a place among the service's streams until `close`.
+
+        If none is free, the request is let through at once.
 
         Args:
             service: the state that all streams share.
-            metadata: the stream's gRPC initial metadata, which Envoy's `grpc_service.initial_metadata` sets.
+            metadata: the stream's gRPC initial metadata, set by Envoy's
+                `grpc_service.initial_metadata`.
         """
         self._service = service
-        self._engine = service.engine  # a reload does not affect requests under way
+        self._engine = service.engine  # a reload does not affect open requests
         self._scope = service.settings.scope
         self._pinned: list[str] = []
         self._limit = SMALLEST_LIMIT
@@ -113,11 +123,11 @@ class Stream(Waiting):
         self._overloaded = overloaded and not service.make_room()
         self._started = 0.0  # when the newest message came, by `perf_counter`
         self._exchange: Exchange | None = None
-        self._waiting: Exchange | None = None  # the exchange, or the shadow part of it, while it waits for its body
+        self._waiting: Exchange | None = None  # the exchange or its shadow part, while it waits for the body
         self._upload: Upload | None = None
         self._body_mode = BODY_UNTOLD
         self._duplex: Duplex | None = None  # bodies to hand back
-        self._decides = True  # something may still be decided here
+        self._decides = True  # it may still decide something
         self.given_up = False
         self.on_given_up: Callable[[], object] | None = None
         service.streams += 1
@@ -147,7 +157,7 @@ class Stream(Waiting):
             raise ProtocolError("not a ProcessingRequest", code=_INVALID_ARGUMENT) from error
         kind = message.kind
         if not kind:
-            return _NO_ANSWER  # a phase that does not exist yet; Envoy continues when the stream ends with OK
+            return _NO_ANSWER  # an unknown phase; Envoy continues when the stream ends with OK
         if kind == "request_headers" and message.body_mode == BODY_BUFFERED_PARTIAL and not message.ended:
             kind = LAST_HEADERS
         duplex = self._duplex
@@ -165,7 +175,7 @@ class Stream(Waiting):
         return reply if duplex is None else self._stay_open(reply)
 
     def _handle(self, message: EnvoyMessage, kind: str) -> MaybeLater:
-        # Not a table: calling a method from a dict is as slow as in interpreted code.
+        # Not a table: compiled code calls methods from a dict as slowly as interpreted code.
         if self._overloaded:
             self._overloaded = False
             self._service.metrics.overload.inc()
@@ -174,13 +184,13 @@ class Stream(Waiting):
             return self._on_request_headers(message, kind)
         if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a new set at each call
             return self._on_request_body(message, kind)
-        if self._duplex is None or not self._duplex.holds:  # else it is Envoy's own, and its request ends
+        if self._duplex is None or not self._duplex.holds:  # otherwise the answer is Envoy's own, and the request ends
             # The request was answered before its body arrived, or Envoy sends no bodies.
             self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]
 
     def _stay_open(self, reply: MaybeLater) -> MaybeLater:
-        """Pass the reply through `_stay`, now or when it is there."""
+        """Apply `_stay` to the reply, now or later."""
         if isinstance(reply, Reply):
             return self._stay(reply)
         if isinstance(reply, Later):
@@ -192,7 +202,7 @@ class Stream(Waiting):
         return self._stay(await reply)
 
     def _stay(self, reply: Reply) -> Reply:
-        """The same reply with what is handed back, and without the end of the stream if there is more to hand back."""
+        """Add what is handed back to the reply, and do not end the stream while more remains to hand back."""
         duplex = self._duplex
         if duplex is None or reply.refuses or reply.answer is None:
             return reply
@@ -206,18 +216,18 @@ class Stream(Waiting):
         return Reply(answers[0], done=reply.done and duplex.over, hold_ms=reply.hold_ms, first=first, rest=answers[1:])
 
     def _stop_deciding(self) -> None:
-        """Give up the place among the streams that decide."""
+        """Free the place among deciding streams."""
         if self._decides:
             self._decides = False
             self._service.given_up += 1
 
     def close(self) -> None:
-        """Free what the stream held, after it ended in any way."""
+        """Free the stream's resources; called once, however it ended."""
         self._service.streams -= 1
         if not self._decides:
             self._service.given_up -= 1
         if self._waiting is not None or self._upload is not None:
-            # If Envoy did not say whether it sends bodies, this can be either.
+            # Without a body mode, Envoy may have sent no bodies.
             self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
         if self._exchange is not None:
             close(self._service, self._exchange)
@@ -225,7 +235,7 @@ class Stream(Waiting):
 
     @property
     def carries(self) -> bool:
-        """Whether a body is under way that Envoy does not keep: it would be cut off if the stream ended with OK."""
+        """Whether ending the stream with OK would cut off a body."""
         return self._duplex is not None and self._duplex.carries
 
     @property
@@ -234,7 +244,7 @@ class Stream(Waiting):
         return self._duplex.held.size if self._duplex is not None and self._duplex.held is not None else 0
 
     def take_handed_on(self) -> Sequence[bytes]:
-        """Messages to send now, without waiting for the next one of Envoy."""
+        """Messages to send now, without waiting for Envoy's next message."""
         duplex = self._duplex
         if duplex is None:
             return ()
@@ -242,7 +252,7 @@ class Stream(Waiting):
         return messages
 
     def end_hold(self) -> None:
-        """The delayed answer is sent now, so the request continues, even if the client has left."""
+        """The delayed answer has been sent. The request continues, even if the client has left."""
         if self._exchange is not None:
             self._exchange.waits = False
 
@@ -277,7 +287,7 @@ class Stream(Waiting):
         return self._on_policies(exchange, message, last)
 
     def _on_policies(self, exchange: Exchange, message: EnvoyMessage, last: str) -> MaybeLater:
-        """Judge the request by the matching policies, now or once its body is complete."""
+        """Judge the request, now or once its body is complete."""
         service, standing = self._service, self._service.overrides
         if standing is not None:
             exchange.apply_overrides(standing, time())
@@ -299,8 +309,8 @@ class Stream(Waiting):
             exchange.state = BUFFERED
         if enforcing.active and not enforcing.needs_body:
             return self._answer_before_body(exchange)
-        duplex, reply = self._duplex, GO_ON["request_headers"]
-        if duplex is not None and self._body_mode == BODY_DUPLEX:  # the headers wait with a body that Envoy does not keep
+        duplex, reply = self._duplex, PASS["request_headers"]
+        if duplex is not None and self._body_mode == BODY_DUPLEX:  # the headers are held with the body
             duplex.holds, exchange.state = True, HELD
             reply = _HELD
         return self._wait_for_body(exchange, reply)
@@ -331,7 +341,7 @@ class Stream(Waiting):
         return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
-        """Judge the request once its body is complete, usually in one message, or is known to be cut off."""
+        """Judge the request once its body has ended, usually in one message, or has been cut off."""
         exchange = self._waiting
         if exchange is None:
             return DONE[kind]
@@ -350,7 +360,7 @@ class Stream(Waiting):
             sums = sum_up(self._service, exchange, chunk)
         elif content is None:
             sums = NO_BODY.plus(chunk)
-        else:  # it is kept anyway, and detectors that read it need no checksums
+        else:  # guards read it, and may need no checksums
             sums = Body(len(chunk), 0, 1, chunk)
         return judge(self._service, kind, exchange, sums, content=content)
 
@@ -392,7 +402,7 @@ class Stream(Waiting):
             self.on_given_up()
 
     def _send_on(self, *, inspects: bool) -> None:
-        """Send on what is held of a body that has not ended, and the rest as it comes. With `inspects`, it can be inspected."""
+        """Forward what is held of an incomplete body, and the rest as it arrives; `inspects`: guards may still read it."""
         duplex, exchange = self._duplex, self._waiting
         if duplex is None or not duplex.holds:
             return
@@ -410,7 +420,10 @@ class Stream(Waiting):
             self._upload.follow(held.sums, start, pieces)
 
     def _let_held_go(self, message: EnvoyMessage, kind: str) -> str:
-        """The phase to answer after an error: while a whole body is held, its headers are still to be answered."""
+        """The phase to answer after an error.
+
+        If a whole body is held, its headers are still unanswered.
+        """
         duplex = self._duplex
         if duplex is None or not duplex.holds or kind in HEADERS:
             return kind
@@ -430,7 +443,7 @@ class Stream(Waiting):
             upload = self._upload = self._start_upload(exchange)
         state = upload.add(chunk, ended=ended)
         if state == MORE:
-            return GO_ON[kind]
+            return PASS[kind]
         self._stop_waiting()
         if state == CUT_OFF:
             return judge(self._service, kind, exchange, None, "body_truncated")
@@ -444,17 +457,17 @@ class Stream(Waiting):
 
     def _start_upload(self, exchange: Exchange) -> Upload:
         if exchange.state == OBSERVED and self._body_mode < 0:
-            self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
+            self._body_mode = BODY_STREAMED  # the only mode for observers, to whom Envoy sends no protocol_config
         length = exchange.request.headers.get("content-length", b"")
         if self._body_mode == BODY_DUPLEX:
-            length = b""  # it ends only when Envoy says so, because every part has to be handed back
+            length = b""  # every part must be handed back, so only Envoy tells the end
         keeps = max(exchange.inspects, exchange.steers) if exchange.state == BUFFERED else exchange.inspects
         if not exchange.is_plain:
-            keeps = max(keeps, INSPECT_BYTES)  # to unpack it
+            keeps = max(keeps, INSPECT_BYTES)  # to decompress it
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, self._open_excerpt(exchange, keeps))
 
     def _open_excerpt(self, exchange: Exchange, most: int) -> Excerpt | None:
-        """The excerpt of a body that may come in pieces and be too long; None if such bodies are not inspected."""
+        """Makes an excerpt of a body that may be too long; None if such bodies are not inspected."""
         return Excerpt(LIST_PATHS, most) if exchange.reads_ends and exchange.is_plain else None
 
     def _stop_waiting(self) -> Exchange | None:
@@ -465,7 +478,7 @@ class Stream(Waiting):
         return exchange
 
     def _leave_uncounted(self, reason: str) -> None:
-        """The expected body will not come, so the request is not counted."""
+        """Leave the request uncounted, because its body will not arrive."""
         if self._upload is not None:
             self._upload.drop()
         if self._duplex is not None and self._duplex.held is not None:

@@ -1,4 +1,4 @@
-"""Places for throttled requests: bounded in total and per tenant, and freed when a stream closes."""
+"""Places for delayed requests: limited in total and per caller, and freed when a stream closes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import Counter
 
 
 class Holds:
-    """The places for held requests.
+    """The places for delayed requests.
 
     Attributes:
-        held: the number of taken places.
-        released: set when all holds, present and future, have ended.
+        held: number of taken places.
+        released: set when all delays, present and future, have ended.
     """
 
     def __init__(self, limit: int) -> None:
-        """Hold at most `limit` requests in total, and a tenth of that per tenant."""
+        """Allow at most `limit` delayed requests in total, and a tenth of that per caller."""
         self._limit = limit
         self._tenant_limit = max(1, limit // 10)
         self._tenants: Counter[str] = Counter()
@@ -23,7 +23,7 @@ class Holds:
         self.held = 0
 
     def claim(self, tenant: str) -> bool:
-        """Claim a place; returns False if none is free."""
+        """Take a place; whether one was free."""
         if self.held >= self._limit or self._tenants[tenant] >= self._tenant_limit:
             return False
         self.held += 1
@@ -31,7 +31,7 @@ class Holds:
         return True
 
     def free(self, tenant: str) -> None:
-        """Give a place back."""
+        """Free a place."""
         self.held -= 1
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
@@ -46,5 +46,5 @@ class Holds:
             pass
 
     def release(self) -> None:
-        """End every hold at once, now and from now on."""
+        """End all delays, now and from now on."""
         self.released.set()

@@ -1,4 +1,4 @@
-"""A request body as it arrives: its checksums, and its bytes if a guard may read them."""
+"""A request body as it arrives in chunks: its checksums, and its bytes if a guard may read them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_DUP
 from extproc.request.fingerprint import NO_BODY, Body
 
 MAX_KEPT = 64 * 2**20
-"""Maximum bytes of streamed bodies kept at once. Buffered bodies come in one message and are not kept."""
+"""Maximum bytes of all incomplete streamed bodies. Buffered bodies arrive in one message and do not
+count."""
 
 SMALLEST_LIMIT: Final = 32_768
-"""Bytes of a body that Envoy is assumed to buffer if the limit is not known.
+"""Assumed buffer limit of Envoy in bytes, if it is unknown.
 
-This is the limit in Envoy's guide for edge proxies and in Envoy Gateway. Envoy's default is 1 MiB.
+It is the limit in Envoy's guide for edge proxies and in Envoy Gateway. Envoy's default is 1 MiB.
 """
 
-# States of a body.
+# The state of a body after a chunk.
 MORE: Final = 0
 WHOLE: Final = 1
 CUT_OFF: Final = 2
@@ -28,10 +29,10 @@ _PREFIX: Final = 5
 
 
 class UploadMemory:
-    """Counts the bytes of all streamed bodies under way."""
+    """Counts the bytes of all incomplete streamed bodies."""
 
     def __init__(self, limit: int = MAX_KEPT) -> None:
-        """Start empty, with a bound of `limit` bytes."""
+        """Start empty, with a maximum of `limit` bytes."""
         self._limit = limit
         self.bytes = 0
 
@@ -40,14 +41,14 @@ class UploadMemory:
         return self.bytes + size <= self._limit
 
     def claim(self, size: int) -> bool:
-        """Claim room for this number of bytes; returns False if there is not enough."""
+        """Claim room for this number of bytes; whether there was enough."""
         if not self.has_room(size):
             return False
         self.bytes += size
         return True
 
     def free(self, size: int) -> None:
-        """Give room back."""
+        """Free this number of bytes."""
         self.bytes -= size
 
 
@@ -55,10 +56,10 @@ class Upload:
     """One body.
 
     Attributes:
-        body: the checksums of what has come so far.
+        body: the checksums so far.
     """
 
-    def __init__(  # noqa: PLR0913  # everything known about a body before it comes
+    def __init__(  # noqa: PLR0913  # everything known before the first chunk
         self,
         kept: UploadMemory,
         mode: int,
@@ -71,28 +72,28 @@ class Upload:
 
         Args:
             kept: memory shared by all uploads.
-            mode: Envoy's body mode; negative if Envoy did not say.
+            mode: Envoy's body mode; negative if unknown.
             content_length: the header; empty if missing.
             inspects: maximum length of a body to inspect, in bytes.
             limit: Envoy's buffer limit in bytes, or less.
-            excerpt: takes the bytes of a longer body; None if longer bodies are not inspected.
+            excerpt: makes an excerpt of a longer body; None if longer bodies are not inspected.
         """
         self._excerpt = excerpt
-        self._keeps = True  # every needed byte was kept
+        self._keeps = True  # no needed byte was dropped
         self._kept = kept
         self._limit = limit
         self._mode = mode
         self._content_length = content_length
         self._inspects = inspects
-        self._before = bytearray()  # all chunks of a streamed body but the last
+        self._before = bytearray()  # a streamed body except its last chunk
         self._last: bytes | memoryview = b""
-        self._start = b""  # the beginning of all chunks but the last
+        self._start = b""  # the first bytes of it
         self.body = NO_BODY
 
     def add(self, chunk: bytes | memoryview, *, ended: bool) -> int:
-        """Add the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended`, no chunk follows."""
+        """Add the next chunk; returns MORE, WHOLE or CUT_OFF. `ended`: it is the last one."""
         self.body = body = self.body.plus(chunk)
-        # If trailers follow, a complete buffered body does not say that it ends the stream.
+        # A complete buffered body is not marked as ended if trailers follow.
         if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length) or self._has_trailers(body.length):
             self._last = chunk
             return WHOLE
@@ -104,7 +105,7 @@ class Upload:
         return MORE
 
     def _keep(self, chunk: bytes | memoryview) -> None:
-        """Keep the chunk, or as much of it as the excerpt takes, or give up keeping."""
+        """Append the chunk, shorten the excerpt if needed, or drop the body."""
         if self.body.length <= self._inspects:
             self._append(chunk)
             return
@@ -129,7 +130,7 @@ class Upload:
         self._before += chunk
 
     def follow(self, body: Body, start: bytes, pieces: list[bytes | memoryview]) -> None:
-        """Continue a body of which these pieces have come, with these checksums, and which begins like this."""
+        """Continue a body, given its checksums, its first bytes and its pieces so far."""
         self.body, self._start = body, start
         excerpt, most = self._excerpt, self._inspects
         if not (most and self._kept.claim(body.length)):
@@ -149,9 +150,10 @@ class Upload:
         return is_framed(self._start + bytes(self._last[: _PREFIX - len(self._start)]), self.body.length)
 
     def take_content(self) -> tuple[bytes | memoryview | None, Excerpt | None]:
-        """Return the kept bytes and the excerpt, and keep neither.
+        """Return the bytes and the excerpt, and free the memory.
 
-        The bytes are None if none were kept. The excerpt is None if the bytes are complete.
+        The bytes are None if they were dropped. The excerpt is None if the bytes are the whole
+        body.
         """
         last, excerpt = self._last, self._excerpt
         if self._before:
@@ -165,13 +167,12 @@ class Upload:
     def _has_trailers(self, length: int) -> bool:
         """Whether a body that Envoy buffers up to its limit ended before the limit, so that only trailers follow.
 
-        Waiting for trailers would not show this: Envoy sends them only after the answer to the body, and also behind a body
-        that was cut off.
+        Waiting for trailers would not tell: Envoy sends them only after the answer to the body, and
+        also after a body that was cut off.
         """
         return self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and length <= self._limit
 
     def _is_expected(self, length: int) -> bool:
-        """Whether this is the content-length."""
         expected = self._content_length
         return expected.isdigit() and len(expected) <= _LENGTH_DIGITS and int(expected) == length
 
@@ -184,5 +185,5 @@ class Upload:
 
 
 def is_framed(start: bytes, length: int) -> bool:
-    """Whether a body that begins like this, and has this length, begins with a message of gRPC."""
+    """Whether a body with this start and length begins with a gRPC message."""
     return len(start) == _PREFIX and start[0] in (0, 1) and _PREFIX + int.from_bytes(start[1:], "big") <= length

@@ -1,8 +1,9 @@
-"""Reads Envoy's messages: their phase, their request, and bodies without copying them.
+"""Parses Envoy's messages: phase, request and body, without copying bodies.
 
-protobuf makes an object of every header and copies a body twice, which takes longer than all other work on a message. So
-request messages are parsed by hand, in the one form that Envoy sends. Any other form is left to protobuf, so the result is
-always protobuf's. Attributes and metadata are parsed only when a policy needs them.
+protobuf creates an object for every header and copies a body twice, which takes longer than all
+other work on a message. So request messages are parsed by hand, in the one form that Envoy sends.
+Messages in any other form are parsed by protobuf, so the result is always protobuf's. Attributes
+and metadata are parsed only when a policy needs them.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, op
 from extproc.request.secrets import is_secret
 
 MAX_HEADERS: Final = 10_000
-"""Maximum number of request headers to read (Envoy takes 100 by default); further ones count as missing.
+"""Maximum number of request headers to read (Envoy accepts 100 by default); further ones are ignored.
 
 Reading 100,000 takes 40 ms; no client may delay others for longer than 50 ms.
 """
 
-# Body modes by name: looking an enum's value up on its message class costs microseconds.
+# Constants: looking up an enum value on its message class takes microseconds.
 BODY_NONE: Final = int(ProcessingMode.NONE)
 BODY_STREAMED: Final = int(ProcessingMode.STREAMED)
 BODY_BUFFERED: Final = int(ProcessingMode.BUFFERED)
 BODY_BUFFERED_PARTIAL: Final = int(ProcessingMode.BUFFERED_PARTIAL)
 BODY_DUPLEX: Final = int(ProcessingMode.FULL_DUPLEX_STREAMED)
 BODY_GRPC: Final = int(ProcessingMode.GRPC)
-"""Envoy 1.40 accepts this mode without effect: bodies pass on their own, whether or not they are shown."""
+"""Envoy 1.40 accepts this mode without effect: bodies pass by, whether or not they are shown."""
 
 BODY_UNTOLD: Final = -1
 
@@ -39,14 +40,14 @@ _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _ROUTE: Final = "xds.route_name"
 _ROUTE_NAME: Final = _ROUTE.encode()
 _ENTRY = 160
-"""Maximum bytes of an attribute to keep; longer names are cut off."""
+"""Number of bytes of an attribute to keep; longer names are cut."""
 
 _ENTRY_VALUE = 0x12  # of a map's entry, field 2
 _STRING_VALUE = 0x1A  # of google.protobuf.Value, field 3
 _JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
 _JWT_BYTES = _JWT_NAMESPACE.encode()
 
-# A key on the wire is a field's number and its wire type: 0 for a varint, 2 for length-delimited.
+# A tag is a field's number and its wire type: 0 for a varint, 2 for length-delimited.
 _REQUEST_HEADERS: Final = 2 << 3 | 2
 _REQUEST_BODY: Final = 4 << 3 | 2
 _RESPONSE_BODY: Final = 5 << 3 | 2
@@ -70,10 +71,10 @@ _KIND: Final = 7
 _LENGTH: Final = 2
 _SIZE_BITS: Final = 35
 _MORE: Final = 0x80
-"""The bit set in every byte of a varint but the last."""
+"""The bit that is set in every byte of a varint except the last."""
 
 _MAX_KNOWN: Final = 64
-"""Requests with more headers are not remembered."""
+"""Requests with more headers are not cached."""
 
 _MAX_KNOWN_SIZE: Final = 256
 _MAX_KNOWN_FACTS: Final = 1_024
@@ -84,22 +85,25 @@ class _UnusualError(Exception):
 
 
 class _KnownHeaders:
-    """The headers of an earlier request."""
+    """Cached headers of an earlier request."""
 
     def __init__(self, fields: list[bytes], headers: dict[str, bytes]) -> None:
-        """Remember headers, given their bytes on the wire, except those that must not be kept."""
+        """Cache headers, given their bytes on the wire, except secrets."""
         self._names = list(headers)
         self._fields: list[bytes | None] = []
         self._headers: dict[str, bytes] = {}
         for field, (name, value) in zip(fields, headers.items(), strict=True):
-            # Credentials do not outlive their request here.
+            # No credential is cached.
             secret = is_secret(f"header:{name}") or (name == ":path" and b"?" in value)
             kept = not secret and len(field) <= _MAX_KNOWN_SIZE
             self._fields.append(field if kept else None)
             self._headers[name] = value if kept else b""
 
     def adapt(self, fields: list[bytes]) -> dict[str, bytes] | None:
-        """Read the headers of a request with the same names; None if the names differ. Raises as `_read_header` does."""
+        """Read headers with the same names; None if the names differ.
+
+        Raises as `_read_header` does.
+        """
         headers = self._headers.copy()
         for place, field in enumerate(fields):
             known = self._fields[place]
@@ -112,7 +116,8 @@ class _KnownHeaders:
 
 
 _KNOWN: Final[dict[int, _KnownHeaders]] = {}
-"""Earlier headers, by their count: most headers equal those of the last request from the same kind of client."""
+"""Cached headers, by their count. Most headers equal those of the last request from the same kind
+of client."""
 
 
 class _RouteAlone(Facts):
@@ -130,22 +135,24 @@ class EnvoyMessage(Facts):
     """One ProcessingRequest, with attributes and metadata.
 
     Attributes:
-        kind: the name of its phase; empty for one that does not exist yet.
-        headers: raw values of request_headers by lower-case name; the first of repeated headers wins.
+        kind: the name of its phase; empty for an unknown one.
+        headers: raw values of request_headers by lower-case name; the first of repeated headers
+            wins.
         body: the body of request_body; a large one is a view of the message.
-        ended: nothing more of the request (or of the response, if the message is about one) follows.
+        ended: nothing more of the request follows, or of the response, if the message is about one.
         observed: Envoy does not wait for the answer.
-        body_mode: how Envoy sends request bodies; BODY_UNTOLD except in a stream's first message, or if Envoy does not say.
+        body_mode: how Envoy sends request bodies; BODY_UNTOLD except in a stream's first message,
+            and if Envoy does not say.
         response_mode: how Envoy sends response bodies, likewise.
-        token: an authorization header whose claims are trusted although Envoy did not verify them; empty for none.
+        token: an authorization header whose claims are trusted without verification; may be empty.
     """
 
     def __init__(self, kind: str, beside: bytes, parsed: ProcessingRequest | None = None) -> None:
-        """Start with an empty message.
+        """Create an empty message.
 
         Args:
             kind: the name of its phase.
-            beside: bytes that contain attributes and metadata, and perhaps more.
+            beside: bytes that contain attributes and metadata, and possibly more.
             parsed: the same, parsed; None to parse it when needed.
         """
         self.kind = kind
@@ -163,7 +170,7 @@ class EnvoyMessage(Facts):
 
     def read_attribute(self, name: str) -> str | None:
         """A configured attribute; None if Envoy did not send it. Raises as `parse_beside` does."""
-        if self._beside.find(name.encode()) < 0:  # usually decides, and fast; `in` first tries whether it is a number
+        if self._beside.find(name.encode()) < 0:  # the usual case; `find` is faster than `in`, which first tries a number
             return None
         attributes = self.parse_beside().attributes
         if _ATTRIBUTES not in attributes:
@@ -172,12 +179,15 @@ class EnvoyMessage(Facts):
         return found[name].string_value if name in found else None
 
     def read_status(self) -> bytes:
-        """The status of a response_headers message; empty for others. Raises as `parse_beside` does."""
+        """The status of a response_headers message; empty for others.
+
+        Raises as `parse_beside` does.
+        """
         headers = self.parse_beside().response_headers.headers.headers
         return next((header.raw_value for header in headers if header.key == ":status"), b"")
 
     def parse_beside(self) -> ProcessingRequest:
-        """Attributes and metadata; headers and body may be missing.
+        """Parse attributes and metadata; headers and body may be missing.
 
         Raises:
             DecodeError: they are malformed, which cannot come from Envoy.
@@ -195,10 +205,10 @@ class EnvoyMessage(Facts):
         return _strip_port(self.read_attribute("source.address") or "")
 
     def claim(self, name: str) -> str:
-        """The claim that Envoy verified or, if allowed, an unverified one."""
+        """A verified claim or, if allowed, an unverified one."""
         found: Value | None = None
-        if self._beside.find(_JWT_BYTES) >= 0:  # else nothing was verified, and parsing takes long
-            # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
+        if self._beside.find(_JWT_BYTES) >= 0:  # otherwise nothing was verified, and parsing is slow
+            # jwt_authn stores each payload under a configured name (payload_in_metadata).
             for payload in self.parse_beside().metadata_context.filter_metadata[_JWT_NAMESPACE].fields.values():
                 verified = payload.struct_value.fields
                 if name in verified:
@@ -211,7 +221,7 @@ class EnvoyMessage(Facts):
         return self._unverified.get(name, "")
 
     def identify(self) -> bytes | None:
-        """See `Facts`. Headers may have secrets."""
+        """See `Facts`. None if headers may be part of it, because they may contain secrets."""
         return None if self._whole or self.token or len(self._beside) > _MAX_KNOWN_FACTS else self._beside
 
     def let_go(self) -> Facts:
@@ -248,7 +258,7 @@ def _parse_any(data: bytes) -> EnvoyMessage:
         message.body_mode = parsed.protocol_config.request_body_mode
         message.response_mode = parsed.protocol_config.response_body_mode
     if message.kind == "request_headers":
-        # The first of repeated headers has to win, so it comes last.
+        # The first of repeated headers must win, so it comes last.
         listed = reversed(parsed.request_headers.headers.headers[:MAX_HEADERS])
         message.headers = {header.key: header.raw_value for header in listed}
         message.ended = parsed.request_headers.end_of_stream
@@ -297,7 +307,10 @@ def _walk_headers(data: bytes) -> EnvoyMessage:
 
 
 def _read_headers(data: bytes, position: int, end: int) -> dict[str, bytes]:
-    """The headers between these positions, most of which are those of the last request with as many."""
+    """The headers between these positions.
+
+    Most equal those of the last request with the same number.
+    """
     fields: list[bytes] = []
     while position < end:
         if data[position] != _HEADER:
@@ -323,7 +336,7 @@ def _read_headers(data: bytes, position: int, end: int) -> dict[str, bytes]:
 
 
 def _read_header(field: bytes) -> tuple[str, bytes]:
-    """Name and value."""
+    """The name and value of a header."""
     if field[0] != _NAME:
         raise _UnusualError
     size, position = _read_size(field, 1)
@@ -344,7 +357,7 @@ def _walk_body(data: bytes) -> EnvoyMessage:
     size, position = _read_size(data, 1)
     end = position + size
     message = EnvoyMessage("request_body", data[end:])
-    if position != end and data[position] == _BODY:  # else it is empty, and only ends
+    if position != end and data[position] == _BODY:  # otherwise it is empty, and only marks the end
         size, position = _read_size(data, position + 1)
         stop = position + size
         message.body = data[position:stop] if size < LARGE else memoryview(data)[position:stop]
@@ -356,7 +369,7 @@ def _walk_body(data: bytes) -> EnvoyMessage:
 
 
 def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> None:
-    """Parse what follows the request's own part, which should end at `position` and ends at `end`."""
+    """Parse the fields after the request, which should end at `position` and ends at `end`."""
     if position != end:
         raise _UnusualError
     while position < len(data):
@@ -365,7 +378,7 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
             message.observed, position = _read_flag(data, position, key)
         elif key == _PROTOCOL_CONFIG:
             if data[position + 1] == 2 and data[position + 2] == _BODY_MODE and data[position + 3] < _MORE:  # noqa: PLR2004  # bytes
-                message.body_mode, position = data[position + 3], position + 4  # nothing more, as almost always
+                message.body_mode, position = data[position + 3], position + 4  # almost always the only field
             else:
                 position = _walk_config(data, position + 1, message)
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
@@ -378,11 +391,11 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
 
 
 def _walk_config(data: bytes, position: int, message: EnvoyMessage) -> int:
-    """Parse both body modes, whose size is at `position`; returns where they end."""
+    """Parse both body modes, whose size is at `position`; returns the position after them."""
     size = data[position]
     if size >= _MORE or message.body_mode != BODY_UNTOLD:
         raise _UnusualError
-    message.body_mode = BODY_NONE  # which is not written
+    message.body_mode = BODY_NONE  # the default, which is not sent
     position += 1
     end = position + size
     while position < end:
@@ -400,7 +413,10 @@ def _walk_config(data: bytes, position: int, message: EnvoyMessage) -> int:
 
 
 def _read_size(data: bytes, position: int) -> tuple[int, int]:
-    """The length at `position`, and where its content begins. Longer encodings than protobuf accepts are refused."""
+    """The length at `position`, and the start of its content.
+
+    Encodings longer than protobuf accepts are refused.
+    """
     byte = data[position]
     position += 1
     size, bits = byte & ~_MORE, 7
@@ -415,7 +431,10 @@ def _read_size(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _read_text_entry(entry: bytes) -> str:
-    """The text in a google.protobuf.Struct's entry, given the bytes after its key, perhaps cut off; empty if not a text."""
+    """The string of a google.protobuf.Struct's entry, given the bytes after its key; empty if it is not a string.
+
+    The bytes may be cut off.
+    """
     try:
         if entry[0] != _ENTRY_VALUE:
             return ""
@@ -429,7 +448,7 @@ def _read_text_entry(entry: bytes) -> str:
 
 
 def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
-    """The flag that should be at `position` with this key, and where it ends."""
+    """The flag that should be at `position` with this key, and the position after it."""
     value = data[position + 1]
     if data[position] != key or value >= _MORE:
         raise _UnusualError
@@ -437,7 +456,10 @@ def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
 
 
 def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -> HttpRequest:
-    """The request of a request_headers message. If allowed, its bearer token supplies claims that Envoy did not verify."""
+    """The request of a request_headers message.
+
+    If allowed, its bearer token supplies unverified claims.
+    """
     headers = message.headers
     if allow_unverified_jwt:
         message.token = headers.get("authorization", b"")
@@ -454,7 +476,10 @@ def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -
 
 
 def _strip_port(address: str) -> str:
-    """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`. A Unix socket's path is returned unchanged."""
+    """An address without its port: `192.0.2.1:443` or `[2001:db8::1]:443`.
+
+    A Unix socket's path is unchanged.
+    """
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.rpartition(":")[0] if address.count(":") == 1 else address

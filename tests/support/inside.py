@@ -57,7 +57,7 @@ IMPORTED = {
         access_log budget duplex judging service stream upload wire
     """,
     "ext_proc/answers": """
-        go_on metadata
+        let_pass metadata
     """,
     "ext_proc/changes": """
         changes edits narrow steer

@@ -1,6 +1,6 @@
-"""What clients are told about budgets: `RateLimit` headers of refusals, and the same as metadata of requests that continue.
+"""What clients learn about budgets: `RateLimit` headers of refusals, and the same as metadata of requests that continue.
 
-Dollars have no headers: these are whole numbers of what a client counts.
+There are no headers for dollars, because their values are whole numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_ses
 RULE: Final = "budget_rule"
 
 _LONGEST: Final = 1 << 20
-"""Answers with a longer time, in seconds, are not kept."""
+"""Answers with a longer time, in seconds, are not cached."""
 
 _MS_PER_SECOND: Final = 1_000
 _HEADERS: Final = ("RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset", "RateLimit")
@@ -27,16 +27,17 @@ _NONE: Final[list[Reservation]] = []
 
 
 def _write_rate_limit(policy: str, limit: int, left: int, seconds: int) -> tuple[str, str, str, str]:
-    """The values of `_HEADERS`; `seconds` until a budget is whole again, or until the request fits.
+    """The values of `_HEADERS`; `seconds` until a budget is full again, or until the request fits.
 
-    Names and values are those of Fairvisor, from two versions of draft-ietf-httpapi-ratelimit-headers.
+    Names and values are those of Fairvisor, from two versions of
+    draft-ietf-httpapi-ratelimit-headers.
     """
     left, seconds = max(0, left), max(0, seconds)
     return f"{limit}", f"{left}", f"{seconds}", f'"{policy}";r={left};t={seconds}'
 
 
 def _list_token_limit(subject: BudgetSubject) -> list[tuple[str, str]]:
-    """The same as metadata for the headers `x-ratelimit-*-tokens` of model APIs, whose times are written like 6m0s."""
+    """The same as metadata for the headers `x-ratelimit-*-tokens` of model APIs, with times such as 6m0s."""
     minutes, seconds = divmod(subject.reset, 60)
     hours, minutes = divmod(minutes, 60)
     reset = f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
@@ -61,7 +62,8 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
 
 
 _Tightest: TypeAlias = tuple[str, Reservation | None, Reservation | None]
-"""A policy, and its budget of which the smallest share is left: of all that have headers, and of those that count tokens."""
+"""A policy, and its budget with the smallest share left: of all that have headers, and of those in
+tokens."""
 
 
 def _find_tightest(budgets: list[BudgetGuard]) -> _Tightest:
@@ -86,9 +88,9 @@ def _find_tightest(budgets: list[BudgetGuard]) -> _Tightest:
 
 
 def describe_budgets(budgets: list[BudgetGuard], decision: Decision) -> dict[str, Any]:
-    """Metadata about the tightest budget, from which Envoy can write response headers; empty if no rule applies.
+    """Metadata about the tightest budget, from which Envoy can set response headers; empty if no rule applies.
 
-    A refusal is about the budget that refuses, so it has the values of its headers.
+    For a refusal, it has the values of the refusal's headers.
     """
     lead = decision.lead
     tightest, reserved, tokens = _find_tightest(budgets)
@@ -110,13 +112,13 @@ def describe_budgets(budgets: list[BudgetGuard], decision: Decision) -> dict[str
 
 
 def write_budgets(budgets: list[BudgetGuard], calls: str) -> bytes:
-    """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
+    """The bytes of `describe_budgets` for a request that simply continues, with SESSIONS; may be empty."""
     policy, reserved, tokens = _find_tightest(budgets)
     if reserved is None or reserved.taken is None:
         return write_sessions(calls) if calls else b""
     limit, taken, most = reserved.limit, reserved.taken, reserved.take.limit
     left, seconds = taken.left // limit.units, -(-taken.reset_ms // _MS_PER_SECOND)
-    own = taken.here is not None or most != limit.limit  # a replica's share, or a limit that an order raises
+    own = taken.here is not None or most != limit.limit  # a replica's share, or a raised limit
     alike = not (calls or own) and tokens is None and 0 <= seconds < _LONGEST
     told = limit.answers.get(left * _LONGEST + seconds) if alike else None
     if told is None:

@@ -1,6 +1,7 @@
-"""Writes dynamic metadata as bytes, because filling protobuf's Struct takes ten times as long.
+"""Writes dynamic metadata as bytes; filling protobuf's Struct would take ten times as long.
 
-The field is appended to the rest of a ProcessingResponse: a message's fields may come in any order (protobuf.dev, Encoding).
+The field is appended to the rest of a ProcessingResponse: a message's fields may come in any order
+(protobuf.dev, Encoding).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ NAMESPACE: Final = "loopguard"
 """The namespace of Loopguard's dynamic metadata."""
 
 SESSIONS: Final = "sessions"
-"""Key of a JSON text for the access log: the request's sessions, and the counts that include it."""
+"""Key of a JSON text for the access log: the request's reservations, and counters that include it."""
 
 _DYNAMIC_METADATA: Final = 8
-"""The number of its field in envoy.service.ext_proc.v3.ProcessingResponse."""
+"""The field's number in envoy.service.ext_proc.v3.ProcessingResponse."""
 
 # Field numbers of google.protobuf.Struct and Value.
 _FIELDS: Final = 1
@@ -35,7 +36,7 @@ _DELIMITED: Final = 2
 _SEVEN_BITS: Final = 0x7F
 _MORE: Final = 0x80
 
-# Looking bytes up is faster than making them.
+# Looking up bytes is faster than creating them.
 _TAGS: Final = [bytes([number << 3 | _DELIMITED]) for number in range(_DYNAMIC_METADATA + 1)]
 _LENGTHS: Final = [bytes([length]) for length in range(_MORE)]
 _CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
@@ -45,7 +46,7 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
     """The ProcessingResponse field with this metadata in our namespace.
 
     Args:
-        metadata: texts, numbers, booleans, None, and dicts of these.
+        metadata: strings, numbers, booleans, None, and dicts of these.
     """
     return write_entries([_write_entry(key, value) for key, value in metadata.items()])
 
@@ -56,17 +57,16 @@ def write_sessions(calls: str) -> bytes:
 
 
 def write_text(key: str, text: str) -> bytes:
-    """An entry with a text, for `write_entries`."""
+    """An entry with a string, for `write_entries`."""
     return _write_value(_write_key(key), _STRING, _encode(text))
 
 
 def write_entries(entries: list[bytes]) -> bytes:
-    """The field that `write_metadata` writes, with entries that are written already."""
+    """The same field, made from written entries."""
     return write_field(_DYNAMIC_METADATA, _write_value(_NAMESPACE_KEY, _STRUCT, b"".join(entries)))
 
 
-def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold, each its own way
-    """An entry of a Struct's fields."""
+def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # anything that a Value can hold
     if isinstance(value, str):
         return write_text(key, value)
     before = _write_key(key)
@@ -74,7 +74,7 @@ def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # what a Value
         return _write_value(before, _STRUCT, b"".join([_write_entry(inner, field) for inner, field in value.items()]))
     if isinstance(value, bool):
         return _write_tagged(before, _BOOLS[value])
-    if isinstance(value, (int, float)):  # a union would be made for each call
+    if isinstance(value, (int, float)):  # a union would be created for each call
         return _write_tagged(before, _NUMBER.pack(_NUMBER_TAG, value))
     return _write_tagged(before, _NULL)
 
@@ -84,12 +84,12 @@ def _write_key(key: str) -> bytes:
 
 
 def _write_value(key: bytes, kind: int, content: bytes) -> bytes:
-    """An entry of a map, with a string or a message; `kind` is the number of its field in a Value."""
+    """A map entry with a string or a message; `kind` is the number of its field in a Value."""
     return _write_tagged(key, write_head(kind, len(content)) + content)
 
 
 def _write_tagged(key: bytes, value: bytes) -> bytes:
-    """An entry with a Value."""
+    """A map entry with a Value."""
     entry = key + write_head(_VALUE, len(value)) + value
     return write_head(_FIELDS, len(entry)) + entry
 
@@ -99,7 +99,7 @@ def _encode(text: str) -> bytes:
 
 
 def write_head(number: int, length: int) -> bytes:
-    """The tag and length of a string or message; the field's number is at most `_DYNAMIC_METADATA`."""
+    """The tag and length of a string or message; the field number is at most `_DYNAMIC_METADATA`."""
     if length <= _SEVEN_BITS:
         return _TAGS[number] + _LENGTHS[length]
     head = _TAGS[number]
@@ -110,7 +110,7 @@ def write_head(number: int, length: int) -> bytes:
 
 
 def write_field(number: int, content: bytes) -> bytes:
-    """A string or a message with its tag and length."""
+    """A string or message with its tag and length."""
     return write_head(number, len(content)) + content
 
 

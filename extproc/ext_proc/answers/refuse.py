@@ -1,4 +1,4 @@
-"""Refusals in the shape of the called API, as serialized bytes."""
+"""Refusals in the format of the called API, as serialized bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason,
 from extproc.engine.exchange import Exchange
 from extproc.engine.plan import Plan
 from extproc.ext_proc.answers.budgets import list_refusal_headers
-from extproc.ext_proc.answers.go_on import set_headers
+from extproc.ext_proc.answers.let_pass import set_headers
 from extproc.ext_proc.answers.metadata import write_metadata
 from extproc.ext_proc.answers.status import Content, choose_status
 from extproc.pb.external_processor_pb2 import ProcessingResponse
@@ -25,14 +25,14 @@ _LOOP = "recursive_loop_detected"
 
 KILLED_STATUS: Final = 429
 KILLED_SECONDS: Final = "3600"
-"""`Retry-After`, as Fairvisor sends it: it is unknown when an operator will lift the switch."""
+"""`Retry-After`, as in Fairvisor: when an operator will lift the switch is unknown."""
 
 _WAIT_STATUS = 429
-"""SDKs send the request again after `Retry-After`."""
+"""SDKs retry after `Retry-After`."""
 
 _PAYMENT_REQUIRED = 402
 _QUOTA = "insufficient_quota"
-"""The money is used up: clients treat this code as final."""
+"""Clients treat this code as final."""
 
 _INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
@@ -53,7 +53,8 @@ def refuse_budget(
 ) -> bytes:
     """The immediate response for a budget that has no room for the request.
 
-    Usually there will be room after `Retry-After`. A request that is larger than the whole budget is refused for good.
+    Usually there will be room after `Retry-After`. If the request is larger than the whole budget,
+    the refusal is final.
     """
     reason, final = subject.reason, lead.retry_after is None
     status = lead.refusal.status or (choose_status(request, content, final=True) if final else _WAIT_STATUS)
@@ -68,8 +69,8 @@ def refuse_session(
 ) -> bytes:
     """The immediate response for a session that has used up a limit.
 
-    It has a Retry-After only if the session may have money left once its open requests are answered; otherwise waiting does
-    not help.
+    It has a Retry-After only if the session may have money left once its open requests are
+    answered; otherwise waiting does not help.
     """
     reason, final = subject.reason, lead.retry_after is None
     status = (lead.refusal.status or choose_status(request, content, final=True)) if final else _WAIT_STATUS
@@ -103,7 +104,8 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> 
         answer = exchange.frame_answer(lead, message) if lead.refusal.completes else ""
         framed = _frame(refusal, request, exchange.shown, answer)
     headers = [
-        # Together these stop SDKs that would sleep and retry, and still tell other clients when to retry.
+        # With Retry-After, this stops SDKs that would sleep and retry, and still tells other
+        # clients when to retry.
         ("x-should-retry", "false"),
         ("X-Fairvisor-Reason", reason.value),
         ("x-loopguard-policy", lead.policy),
@@ -116,12 +118,12 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> 
 
 
 def write_loop_message(lead: Outcome, request: HttpRequest) -> str:
-    """What the client and its model read."""
+    """The message for the client and its model."""
     return f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
 
 
 def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
-    """The immediate response to a request that a policy refuses because it cannot count it."""
+    """The immediate response of a policy that refuses requests which it cannot count."""
     status, words = CHOSEN_BY_CLIENTS[why]
     message = f"The request was refused because {words}, and policy {policy} refuses requests that it cannot count ({why})."
     reason = Reason.UNCOUNTABLE
@@ -138,17 +140,17 @@ def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request:
 
 
 def refuse_killed(request: HttpRequest) -> bytes:
-    """The immediate response to a request that a kill switch stops."""
+    """The immediate response for a kill switch."""
     return _refuse_stopped(Reason.KILL_SWITCH, KILLED_STATUS, KILLED_SECONDS, "", request, None)
 
 
 def refuse_blocked(plan: Plan, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
-    """The immediate response to a request that an operator has blocked under a policy for this many more seconds."""
+    """The immediate response for a request that an operator has blocked for this many more seconds."""
     status = choose_status(request, content, final=True) if plan.chooses_status else KILLED_STATUS
     return _refuse_stopped(Reason.BLOCKED, status, str(seconds), plan.id, request, content, subject)
 
 
-def _refuse_stopped(  # noqa: PLR0913  # everything in which the two kinds differ
+def _refuse_stopped(  # noqa: PLR0913  # the differences between the two kinds
     reason: Reason,
     status: int,
     seconds: str,
@@ -157,7 +159,10 @@ def _refuse_stopped(  # noqa: PLR0913  # everything in which the two kinds diffe
     content: Content,
     subject: Subject | None = None,
 ) -> bytes:
-    """Refuse by an operator's order. The operator's reason is omitted: clients must not see it."""
+    """Refuse by an operator's order.
+
+    Clients must not see the operator's reason, so it is omitted.
+    """
     message = (
         "An operator has blocked requests like this one. Do not send it again: tell the user, and wait for the operator."
         f" ({reason.value})"
@@ -186,7 +191,7 @@ def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content
 
 
 def _frame(refusal: Refusal, request: HttpRequest, content: Content, answer: str = "") -> Framed:
-    """Write a refusal as an error of the called API or, if there is an answer and the API can, as this answer of its model."""
+    """Write a refusal in the API's format: as an error or, if given and possible, as the model's answer."""
     question = Question(request, content)
     endpoint, framed = find_endpoint(question), None
     if answer and endpoint.complete is not None:

@@ -1,5 +1,5 @@
-"""The status of a refusal, where it depends on whether waiting helps, and on the client."""
-# interpreted: reads a few headers of refused requests, and searches their bodies
+"""The status of a refusal, if it depends on the client and on whether waiting helps."""
+# interpreted: runs only for refused requests
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from extproc.request.clients import CLIENTS, ENDED_BY_NOT_FOUND
 from extproc.request.http import HttpRequest
 
 Content = bytes | memoryview | None
-"""A request's body; None if it could not be read."""
+"""A request's body; None if it is unreadable."""
 
 _RETRIED: Final = 429
-"""Clients wait and try again."""
+"""Clients wait and retry."""
 
 _FINAL: Final = 400
-"""No known client tries again, and most agent programs show the message."""
+"""No known client retries, and most agent programs show the message."""
 
 
 _NOT_FOUND: Final = 404
-"""Ends agent programs that retry everything else."""
+"""Stops agent programs that retry everything else."""
 
 
 def choose_status(request: HttpRequest, content: Content, *, final: bool) -> int:
@@ -34,7 +34,7 @@ def choose_status(request: HttpRequest, content: Content, *, final: bool) -> int
 
 
 def describe_status(*, final: bool) -> str:
-    """The same for people."""
+    """Describe the choice for operators."""
     if final:
         return f"{_FINAL}, or {_RETRIED} for Claude Code, {_NOT_FOUND} for mini-swe-agent"
     return f"{_RETRIED}, or {_FINAL} for clients that retry that"

@@ -1,7 +1,7 @@
-"""Edits a request's body: removes or forbids tools, forbids several calls at once, asks for usage, and adds a note.
+"""Edits a request's body: removes or forbids tools, forbids parallel calls, asks for usage, and adds a note.
 
-What is done to a body stands in one table, EDITS, with a row for each action that edits. Impossible edits are counted, and the
-request continues without them, unless a session's limits forbid all of its tools.
+The table EDITS has a row for each action that edits. Impossible edits are counted, and the request
+continues without them, unless a session's limits forbid all of its tools.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from extproc.apis import open_conversation
 from extproc.decision import Action, Decision
 from extproc.engine.exchange import Exchange
-from extproc.ext_proc.answers.go_on import NARROWED, STEERED
+from extproc.ext_proc.answers.let_pass import NARROWED, STEERED
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.edits import NotEdited, edit
 from extproc.ext_proc.changes.narrow import Tools, take_out
@@ -26,17 +26,18 @@ from extproc.request.patch import AMBIGUOUS, Patch, Pieces
 
 OBSERVED: Final = "observed"
 NOTHING: Final = "no_body"
-"""Reasons why a body cannot be edited: the request is only observed, or has none."""
+"""Reasons why a body cannot be edited: Envoy sends only a copy, or there is no body."""
 
 _MOST_SECONDS: Final = 0.05
-"""More than all edits of a request take. Beyond this, a tenant does not pay for other processes' use of the processor."""
+"""Longer than all edits of a request take. A caller is charged for no more, because other processes
+may have used the processor."""
 
 _INSPECT_LIMIT: Final = "inspect_limit"
 _NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
 
 
 class Original(NamedTuple):
-    """A request's body as it came.
+    """A request's body as received.
 
     Attributes:
         content: the whole body; None if it cannot be edited.
@@ -64,7 +65,7 @@ class Changed(NamedTuple):
 
     Attributes:
         body: the new body in pieces; None if it is unchanged.
-        marks: headers that tell the upstream about the edits.
+        marks: header mutations that tell the upstream about the edits.
     """
 
     body: Pieces | None
@@ -79,13 +80,13 @@ class Job:
 
     Attributes:
         exchange: the request.
-        decision: what was decided; an edit that is impossible may change it.
-        original: the body as it came.
+        decision: the decision; an impossible edit may change it.
+        original: the body as received.
         changed: the result of the edits.
-        noted: what the note is about: one outcome, or none.
-        narrowing: the sessions whose limits narrow the request's tools.
-        strict: those of them that leave it no tools but a few.
-        done: the number of steps of an edit that were possible.
+        noted: the outcome for the note, if any.
+        narrowing: the sessions whose limits remove tools from the request.
+        strict: those that remove all tools except a few.
+        done: the number of completed steps of an edit.
     """
 
     def __init__(self, exchange: Exchange, decision: Decision, original: Original) -> None:
@@ -108,12 +109,12 @@ class Job:
         return [*due, *[outcome.action.value for outcome in self.noted]]
 
     def edit(self, steps: tuple[Step, ...], most: int) -> None:
-        """Take steps in a body of at most this many bytes; raises as they do, and NotEdited."""
+        """Apply steps to a body of at most `most` bytes. Raises NotEdited, or as the steps do."""
         body = b"".join(self.changed.body) if self.changed.body is not None else self.original.read(most)
         document, marks = self.exchange.document, list(self.changed.marks)
         if self.noted and document is not None and len(document) <= WORTH_COUNTING:
             with suppress(NotCounted):
-                open_conversation(document)  # which the note's marks need anyway: it knows where the messages are
+                open_conversation(document)  # the note's marks need it anyway; it locates the messages
         self.done = 0
 
         def change(patch: Patch) -> None:
@@ -131,8 +132,8 @@ class Step(NamedTuple):
     """One change of an open body.
 
     Attributes:
-        change: makes it, and returns whether the upstream is told; may raise NotEdited and NotCounted.
-        mark: the header that tells the upstream; empty for none.
+        change: makes it; returns whether to tell the upstream. May raise NotEdited and NotCounted.
+        mark: the header mutation that tells the upstream; empty for none.
     """
 
     change: Callable[[Patch, Job], bool]
@@ -140,12 +141,13 @@ class Step(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """What is done to a body.
+    """One kind of edit.
 
     Attributes:
-        steps: its changes. If one behind the first is impossible, only the first is made.
-        find_most: returns the length of the longest body to edit, in bytes.
-        give_up: returns what is decided if the first step is impossible, and reports it, given the reason.
+        steps: its changes. If a later one is impossible, only the first is made.
+        find_most: returns the maximum length of a body to edit, in bytes.
+        give_up: reports that the first step is impossible, given the reason; returns the new
+            decision.
     """
 
     steps: tuple[Step, ...]
@@ -154,7 +156,7 @@ class Edit(NamedTuple):
 
 
 class Changes:
-    """Changes the bodies of requests that have been decided."""
+    """Edits the bodies of decided requests."""
 
     def __init__(self, reporter: Reporter, budget: InspectionBudget) -> None:
         self._reporter = reporter
@@ -167,7 +169,7 @@ class Changes:
             the decision, which differs if an edit was impossible, and the result of the edits.
         """
         tenant = exchange.find_tenant()
-        began = perf_counter()  # the thread's clock is a system call, which takes about 1 us
+        began = perf_counter()  # the thread's clock would take a system call, about 1 us
         if original.content is not None and not self._budget.allows(tenant, began):
             original = Original(None, "inspect_budget")
         job = Job(exchange, decision, original)
@@ -178,7 +180,7 @@ class Changes:
         return job.decision, job.changed
 
     def _apply(self, row: Edit, job: Job) -> None:
-        """Apply one edit, or as much of it as is possible."""
+        """Apply one edit, or its first step."""
         try:
             job.edit(row.steps, row.find_most(job))
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
@@ -190,7 +192,7 @@ class Changes:
                 job.decision = row.give_up(job, self._reporter, why)
 
     def _find_reason(self, error: Exception) -> str:
-        """The reason why a body was not edited; internal errors are logged."""
+        """The reason why a body was not edited. Internal errors are logged."""
         if isinstance(error, NotEdited):
             return error.reason
         self._reporter.report_failure("a body could not be changed, the decision stands", error)
@@ -217,13 +219,13 @@ def _add_note(patch: Patch, job: Job) -> bool:
 
 
 def _refuse(job: Job, reporter: Reporter, why: str) -> Decision:
-    """Refuse a request if it would go on with tools none of which may be called."""
+    """Refuse a request if all tools that it would still declare are forbidden."""
     emptied = job.strict
-    if why == AMBIGUOUS and not emptied:  # in the tools of such a body, an upstream may see others
+    if why == AMBIGUOUS and not emptied:  # an upstream may see other tools in such a body
         emptied = [session for session in job.narrowing if session.narrowing is not None and session.narrowing.tools]
     reporter.report_unnarrowed([session.plan.id for session in job.narrowing], why)
     if why in _NOTHING_DONE or not emptied:
-        return job.decision  # if the model calls such a tool, the next request is refused
+        return job.decision  # a call of a forbidden tool is refused with the next request
     return job.decision.refuse_instead(emptied[0].refuse_unnarrowed())
 
 
@@ -252,9 +254,9 @@ EDITS: Final[dict[str, Edit]] = {
     "usage": Edit(
         (_USAGE,),
         lambda job: max([plan.steers for plan in job.exchange.list_asking()]),
-        lambda job, _reporter, _why: job.decision,  # the cost is estimated, and reported as such
+        lambda job, _reporter, _why: job.decision,  # the cost is estimated instead
     ),
     "steer": Edit((_NOTE,), _find_most, _warn),
     "land": Edit((_NOTE, _FORBID), _find_most, _warn),
 }
-"""What is done to a body, by the name of the action, or of what a session's limits ask for."""
+"""Edits, by the name of the action or of the session limit's demand."""

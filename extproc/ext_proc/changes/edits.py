@@ -1,4 +1,4 @@
-"""Edits a request's body, and explains why some bodies cannot be edited."""
+"""Edits a request's body if that is safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SIGNED: Final = "signed_body"
 _AWS: Final = b"AWS4-"
 _HMAC: Final = b"HMAC"
 _SIGNATURE: Final = b"SIGNATURE"
-"""Authorization schemes that sign the body: AWS's (SigV4, SigV4a), those modelled on it by other clouds, and the drafts'."""
+"""Authorization schemes that sign the body: AWS's (SigV4, SigV4a), similar ones of other clouds,
+and those of drafts."""
 
 _USUAL: Final = b"Bearer "
 _LONGEST_SCHEME: Final = 64
@@ -44,19 +45,22 @@ def edit(
     change: Callable[[Patch], object],
     document: Document | None = None,
 ) -> Pieces:
-    """Edit a request's body; returns the new one in pieces, because its only copy is the answer to Envoy.
+    """Edit a request's body.
+
+    The result is in pieces, which are copied only into the answer to Envoy.
 
     Args:
-        request: the request that has the body.
-        body: the whole body.
+        request: the request.
+        body: its whole body.
         change: edits the open body; may raise NotEdited and NotCounted.
-        document: the same body as policies have read it, whose messages need not be decoded again; None if there is none.
+        document: the same body as read by policies, to reuse what they have decoded; may be None.
 
     Returns:
-        only one piece if nothing changes.
+        a single piece if nothing changes.
 
     Raises:
-        NotEdited: the body is signed, compressed, ambiguous, too large or not JSON, or cannot be changed in this way.
+        NotEdited: the body is signed, compressed, ambiguous, too large or not JSON, or does not
+            allow the change.
     """
     if is_signed(request):
         raise NotEdited(SIGNED)
@@ -77,7 +81,7 @@ def is_signed(request: HttpRequest) -> bool:
     """Whether the client signed the body, so that the upstream would refuse an edited one."""
     headers = request.headers
     if "signature-input" in headers or "signature" in headers:
-        return True  # by RFC 9421 or its drafts, whatever the signature covers
+        return True  # RFC 9421 or its drafts; it may cover the body
     shown = headers.get("authorization")
     scheme = b"" if not shown or shown.startswith(_USUAL) else shown.lstrip()[:_LONGEST_SCHEME].upper().partition(b" ")[0]
     if scheme.startswith(_AWS) or (request.query and _AWS_IN_QUERY in request.query.lower()):

@@ -1,8 +1,9 @@
-"""Narrowing: keeps the model from calling declared tools, or several at once.
+"""Narrowing: keeps the model from calling some declared tools, or several tools in parallel.
 
-Apart from the declarations, the tool choice and the switch for calls at once, no byte changes. If no tool may be called, the
-choice says so, and the declarations stay, because providers' prompt caches begin with them. Where no choice can forbid them,
-limits of sessions remove the declarations; a landing does not. Tools of an MCP server are not declared individually: they stay.
+Only the declarations, the tool choice and the switch for parallel calls change. If all tools are
+forbidden, the tool choice says so and the declarations stay, because providers' prompt caches begin
+with them. If the API has no such choice, session limits remove the declarations, and landing fails.
+Tools of an MCP server are not declared individually, so they stay.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _LISTS: Final = TOOL_WORDS.lists
 _SERVERS: Final = TOOL_WORDS.servers
 
 _NAMED: Final = frozenset({"name", "type"}) | _WRAPPERS
-"""Keys of an entry that is a tool rather than a holder of lists of tools."""
+"""Keys of an entry that is a tool, not a container of tool lists."""
 
 _AT_TOP: Final = frozenset(
     [tools.tools for lists in TOOL_LISTS.values() for tools in lists if not (tools.wraps or tools.holder)]
 )
-"""Top-level keys under which tools are declared beside a conversation."""
+"""Top-level keys of tool declarations, beside the conversation."""
 
 NO_CHOICE: Final = "no_choice"
 """The reason for a body whose API cannot forbid the calls."""
@@ -38,21 +39,21 @@ _LONGEST_KEY: Final = 256
 
 _KNOWN_BYTES: Final = 800
 _NAMES_BYTES: Final = 400
-"""What Python's objects take for a known list, and for each of its tools: of small tools, far more than their texts."""
+"""Memory of Python's objects for a cached list, and for each of its tools."""
 
 _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
 _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 class Tools(NamedTuple):
-    """The tools that an answer may no longer call. All are named as in declarations or in calls.
+    """The tools that an answer must not call, named as in declarations or in calls.
 
     Attributes:
-        without: the tools to remove; None for all but those to keep.
+        without: the tools to remove; None for all except `kept`.
         kept: the tools to keep.
-        scarce: an answer must not call several tools if one of these is offered and the API has a switch for that.
-        removes: declarations may be removed. Otherwise, the tool choice alone forbids tools, and those that the API runs itself
-            stay.
+        scarce: if one of these is offered, parallel calls are turned off, where the API can.
+        removes: declarations may be removed. Otherwise only the tool choice forbids tools, and
+            tools that the API runs itself stay.
     """
 
     without: Collection[str] | None
@@ -71,7 +72,7 @@ def narrow(request: HttpRequest, body: bytes | memoryview, tools: Tools, documen
 
 
 def take_out(patch: Patch, path: str, tools: Tools) -> bool:
-    """Remove or forbid tools in a body of any API that is being edited; returns whether it changes.
+    """Remove or forbid tools in an open body of any API; whether it changes.
 
     Args:
         patch: the edit of the body.
@@ -112,7 +113,9 @@ def _open_list(patch: Patch, value: Value) -> list[Value]:
 
 
 class _Group:
-    """A list of tools, or an object whose members are tools. If it becomes empty, it is removed from its parent group.
+    """A list of tools, or an object whose members are tools.
+
+    If it becomes empty, it is removed from its parent.
 
     Attributes:
         value: the list or object.
@@ -122,7 +125,7 @@ class _Group:
     """
 
     def __init__(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> None:
-        """Start with all members.
+        """Create a group.
 
         Args:
             value: the list or object.
@@ -147,7 +150,7 @@ class _Tool(NamedTuple):
 
     Attributes:
         names: the names under which it is declared and called.
-        group: the group that holds it.
+        group: the group that contains it.
         place: its position in the group.
         built_in: the API runs it regardless of the tool choice.
     """
@@ -159,13 +162,13 @@ class _Tool(NamedTuple):
 
 
 class _KnownTools(NamedTuple):
-    """What was read in a list of tools without groups.
+    """The cached content of a tool list without groups.
 
     Attributes:
-        names: names of the tools, by the position of each in the list.
+        names: names of the tools, by position in the list.
         served: see `_Tools`.
         dialect: see `_Tools`.
-        units: the units that it took.
+        units: the units that reading it took.
     """
 
     names: dict[int, tuple[str, ...]]
@@ -175,13 +178,13 @@ class _KnownTools(NamedTuple):
 
 
 def measure_list(text: bytes, tools: int) -> int:
-    """At least the memory of what is known of a list of tools, in bytes."""
+    """The memory of a cached list of tools, in bytes; a lower bound."""
     return len(text) + _KNOWN_BYTES + _NAMES_BYTES * tools
 
 
 _KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(4 * 2**20, lambda key, known: measure_list(key[0], len(known.names)))
-"""Lists of tools by their bytes, and by the name of the list; an agent sends the same one with each request. Without it, the
-benchmark's row "a request that loses a tool" takes more than 10 % longer."""
+"""Tool lists by their bytes and the list's name; an agent sends the same one with each request.
+Without the cache, the benchmark's row "a request that loses a tool" takes more than 10 % longer."""
 
 
 class _Tools:
@@ -200,7 +203,7 @@ class _Tools:
             patch: the edit of the body.
             value: the list.
             dialects: other APIs in whose format it may be written.
-            name: names these APIs' lists, as where they are; empty without any.
+            name: identifies these APIs' lists in the cache; empty without any.
 
         Raises:
             NotEdited: the list is ambiguous.
@@ -216,7 +219,7 @@ class _Tools:
         key = bytes(patch.read_raw(value)), name
         known = _KNOWN.get(key)
         if known is not None:
-            patch.take(known.units)  # as if it were read
+            patch.take(known.units)  # charged as if it were read
             self.found = [_Tool(names, group, place) for place, names in known.names.items()]
             self.served = known.served
             self.dialect = known.dialect
@@ -228,7 +231,6 @@ class _Tools:
             _KNOWN.put(key, self._describe(left - INSPECTION.left))
 
     def _describe(self, units: int) -> _KnownTools:
-        """What was read in a list without groups, which took this many units."""
         return _KnownTools({tool.place: tool.names for tool in self.found}, self.served, self.dialect, units)
 
     def remove(self, tools: Sequence[_Tool]) -> None:
@@ -236,7 +238,7 @@ class _Tools:
         for tool in tools:
             tool.group.remove(tool.place)
         for group in self._groups:
-            if group.within is None or len(group.gone) < len(group.members):  # the caller removes the outermost
+            if group.within is None or len(group.gone) < len(group.members):  # the caller removes an empty outermost group
                 self._patch.remove(group.value, group.gone)
 
     def _open(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> _Group:
@@ -329,7 +331,7 @@ class _Narrowing:
         return _open_object(self._patch, value)
 
     def _narrow_holder(self, fields: Fields, api: ToolList) -> Changes:
-        """Edit the object that holds a list of tools, or remove the object if no tool is left."""
+        """Edit the object that contains a tool list, or remove it if no tool is left."""
         if api.holder not in fields:
             return {}
         holder = fields[api.holder]
@@ -340,7 +342,7 @@ class _Narrowing:
         return {}
 
     def _narrow_members(self, fields: Fields, api: ToolList) -> Changes:
-        """Edit a list of tools, and return the changes to the members beside it."""
+        """Edit a tool list, and return the changes to the members beside it."""
         place = api.holder, api.tools
         others = [tools for tools in TOOL_LISTS[api.beside] if tools.owns is not None and (tools.holder, tools.tools) == place]
         name = f"{api.beside} {api.holder} {api.tools}" if others else ""
@@ -371,14 +373,17 @@ class _Narrowing:
         return _Tools(self._patch, fields[key], others, name)
 
     def _take_out(self, tools: _Tools, api: ToolList) -> ToolsLeft:
-        """Remove some tools from a list; if none may be called, its caller edits the choice, or removes the list."""
+        """Remove tools from a list.
+
+        If none is left, the caller edits the tool choice or removes the list.
+        """
         if self._without is None:
             gone = [tool for tool in tools.found if self._kept.isdisjoint(tool.names)]
         else:
             gone = [tool for tool in tools.found if not self._without.isdisjoint(tool.names)]
         served = self._without is None and tools.served
         if served and len(gone) < len(tools.found):
-            raise NotEdited(NO_CHOICE)  # among the tools of a server, none can be kept
+            raise NotEdited(NO_CHOICE)  # a server's tools cannot be kept selectively
         if not gone and not served:
             return ToolsLeft.SAME
         if served or (len(gone) == len(tools.found) and not tools.served):
@@ -388,7 +393,10 @@ class _Narrowing:
         return ToolsLeft.FEWER
 
     def _forbid_all(self, tools: _Tools, api: ToolList) -> ToolsLeft:
-        """Find out how to forbid all tools of a list; those that the API runs regardless of the choice can only be removed."""
+        """Decide how to forbid all tools of a list.
+
+        Tools that the API runs regardless of the choice must be removed.
+        """
         built_in = [tool for tool in tools.found if tool.built_in]
         if len(built_in) == len(tools.found) and not tools.served:
             return ToolsLeft.GONE if self._removes else ToolsLeft.SAME
@@ -414,7 +422,7 @@ class _Narrowing:
         return {}
 
     def _mend_allowed(self, choice: Fields, api: ToolList) -> Changes:
-        """Adapt a tool choice that lists the tools which may be called."""
+        """Adapt a tool choice that lists the allowed tools."""
         allowed = self._open_tools(choice, "tools")
         if allowed is None:
             return {}
@@ -437,10 +445,10 @@ def _forbid(api: ToolList) -> bytes:
 
 
 def _find_conversation(patch: Patch, fields: Fields) -> str:
-    """The key of the conversation beside which a body declares tools; empty if there is no conversation.
+    """The key of the conversation beside which the body declares tools; empty if there is no conversation.
 
     Raises:
-        NotEdited: there are several, so it is unclear which one the upstream reads.
+        NotEdited: there are several, and it is unclear which one the upstream reads.
     """
     wrapping = [key for key, lists in TOOL_LISTS.items() if lists[0].wraps]
     found = [key for key in TOOL_LISTS if key and key in fields and key not in wrapping]

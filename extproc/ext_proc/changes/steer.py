@@ -1,6 +1,6 @@
-"""Steering: appends a note for the model to the text of a request's newest results. No other byte changes.
+"""Steering: appends a note for the model to a request's newest results.
 
-A body is edited only if this is certainly safe.
+No other byte changes, and only safe edits are made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LANDING: Final = "Do not call any more tools. Give your final answer now, based 
 _AGAIN: Final = "An earlier note said so, and nothing has changed."
 
 MAX_PLACES: Final = 16
-"""The maximum number of results that get the note, newest first."""
+"""Maximum number of results that get the note, newest first."""
 
 
 def steer(
@@ -45,11 +45,12 @@ def steer(
 
 
 def add_note(patch: Patch, write: Callable[[bytes], tuple[str, Marks]], document: Document | None) -> None:
-    """Add a note to a body that is being edited.
+    """Add a note to an open body.
 
     Args:
         patch: the edit of the body.
-        write: returns the text of the note, and its marks for the conversation in a body; raises NotCounted if there is none.
+        write: returns the note's text, and its marks for the conversation in a body; raises
+            NotCounted if there is no conversation.
         document: see `edit`.
 
     Raises:
@@ -62,13 +63,13 @@ def add_note(patch: Patch, write: Callable[[bytes], tuple[str, Marks]], document
     patch.foresee([place.value for place in places])
     left = INSPECTION.left
     note, marks = write(patch.data)
-    INSPECTION.left = left  # what reads the conversation for it has units of its own
+    INSPECTION.left = left  # reading the conversation has its own units
     free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
     add_notes(patch, free, frame_note(note, marks))
 
 
 def write_note(outcome: Outcome, exchange: Exchange, guard: Compiled) -> str:
-    """Write the note about an outcome, with the operator's template if the guard has one."""
+    """The note about an outcome, from the operator's template if there is one."""
     found = exchange.find_cause(outcome.repeat)
     cause, remedy = (found.text, found.advice) if found is not None else ("", "")
     advice = outcome.subject.advise(outcome, exchange.request.method, exchange.request.path)
@@ -94,12 +95,12 @@ def write_note(outcome: Outcome, exchange: Exchange, guard: Compiled) -> str:
 
 
 def _end(words: str) -> str:
-    """An operator's words as a sentence."""
+    """End an operator's words as a sentence."""
     return f"{words}." if words and words[-1].isalnum() else words
 
 
 def _look_ahead(outcome: Outcome, guard: Compiled) -> tuple[str, str]:
-    """What was said before, and what will happen next; empty where that is unknown."""
+    """Reminder of an earlier note, and what will happen next; either may be empty."""
     outlook = _OUTLOOK if guard.refuses_later else ""
     if not isinstance(guard, Detector):
         return "", outlook

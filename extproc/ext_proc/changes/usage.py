@@ -1,9 +1,9 @@
 """Asks for the usage of a streamed answer, which some APIs report only on request.
 
-The client gets one more event, with the usage. So this happens only if the policy says so.
+The client then gets an additional event, so this happens only if the policy says so.
 """
 
-# interpreted: one search in a body that is edited
+# interpreted: a single search in a body
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from extproc.request.patch import Patch
 
 
 def ask_usage(patch: Patch, path: str) -> bool:
-    """Change a body that is being edited so that its answer reports usage; returns whether it changes.
+    """Make the answer to an open body report usage; whether the body changes.
 
     Raises:
         NotCounted: the body is ambiguous or too large.

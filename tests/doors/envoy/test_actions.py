@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from extproc.cli.envoy_check.checks.callers import MARKS
-from extproc.ext_proc.answers.go_on import NARROWED, STEERED
+from extproc.ext_proc.answers.let_pass import NARROWED, STEERED
 from extproc.pb.external_processor_pb2 import HeaderMutation
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack

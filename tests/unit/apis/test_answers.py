@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from extproc.apis import find_endpoint
 from extproc.apis.api import Completion, Question, Refusal
 from extproc.decision import Framed
-from extproc.ext_proc.answers.go_on import STEERED, replace_body
+from extproc.ext_proc.answers.let_pass import STEERED, replace_body
 from extproc.ext_proc.answers.metadata import SESSIONS, write_metadata, write_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.http import HttpRequest

@@ -15,26 +15,28 @@ from extproc.request.patch import Pieces
 from extproc.sessions.limits import SessionSubject
 
 LAST_HEADERS: Final = "last_request_headers"
-"""A phase of our own: headers whose request continues without waiting for its body, which Envoy would buffer partially.
+"""Our own phase: headers whose request continues without its body, in mode BUFFERED_PARTIAL.
 
-After a plain CONTINUE, Envoy (BUFFERED_PARTIAL) begins to buffer, and passes on what it has when the stream ends. If its router
-keeps bodies for retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). After
-CONTINUE_AND_REPLACE without a new body, it does not begin to buffer.
+After a plain CONTINUE, Envoy starts to buffer the body, and forwards the buffer when the stream
+ends. If its router keeps bodies for retries, it does so twice
+(source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). After
+CONTINUE_AND_REPLACE without a new body, it does not buffer.
 """
 
 WARNING: Final = "warning"
-"""Key of the text that a request which continues has in its headers, too; missing for none."""
+"""Metadata key of the warning in a continuing request's headers; missing if there is none."""
 
 _TOOLS_SHOWN = 256
 
 _WARNING = "X-Fairvisor-Warning"
 
 _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
-"""The subject of a warning, if it is not a budget."""
+"""How a warning begins, unless it is about a budget."""
 
 _BUDGET: Final = "budget"
 
-# Numbers of the fields that lead to a body and to headers (envoy/service/ext_proc/v3/external_processor.proto).
+# Field numbers on the way to a body and to headers
+# (envoy/service/ext_proc/v3/external_processor.proto).
 _REQUEST_HEADERS, _REQUEST_BODY, _RESPONSE_BODY, _REQUEST_TRAILERS = 1, 3, 4, 5
 _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 1, 3, 1, 3
 _PHASES: Final = {
@@ -53,56 +55,57 @@ _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
 _REMOVE_HEADERS: Final = 2
 
 _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
-"""Headers with checksums of the body (RFC 1864, RFC 3230, RFC 9530), to remove from a request whose body is edited."""
+"""Headers with checksums of the body (RFC 1864, RFC 3230, RFC 9530); removed if the body is edited."""
 
 _WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
 
-# Constants, because looking an enum's value up on its message class costs microseconds.
+# Constants: looking up an enum value on its message class takes microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def _write_header(name: str, value: str) -> bytes:
-    """A header that Envoy sets, replacing any of the same name."""
+    """A mutation that sets a header, replacing existing ones."""
     header = write_field(_KEY, name.encode()) + write_field(_RAW_VALUE, value.encode())
     return write_field(_SET_HEADERS, write_field(_HEADER, header) + _OVERWRITTEN)
 
 
 STEERED: Final = _write_header("x-loopguard-steered", "1")
 NARROWED: Final = _write_header("x-loopguard-narrowed", "1")
-"""Headers that tell the upstream that its body was edited, as Envoy sets them."""
+"""Mutations that tell the upstream that the body was edited."""
 
 
-def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "") -> bytes:
+def let_pass(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "") -> bytes:
     """The answer to a phase that lets the request continue.
 
     Args:
         kind: the phase, named as the message's field, or LAST_HEADERS.
         metadata: dynamic metadata to add.
-        warning: tells the upstream about a loop; empty for none.
+        warning: the warning for the upstream; may be empty.
     """
     number = _PHASES[kind]
     response = _REPLACES if kind == LAST_HEADERS else b""
-    if warning and number < _REQUEST_TRAILERS:  # by then, the headers are sent
+    if warning and number < _REQUEST_TRAILERS:  # later, the headers have been sent
         response += write_field(_HEADER_MUTATION, _write_header(_WARNING, warning))
     answer = write_field(number, write_field(_RESPONSE, response) if response else b"")
     return answer if metadata is None else answer + write_metadata(metadata)
 
 
 def end_headers(answer: bytes) -> bytes:
-    """The answer to LAST_HEADERS, made from an answer to plain headers, because protobuf merges the two."""
+    """Turn an answer to headers into one to LAST_HEADERS. Protobuf merges the two."""
     return answer + _LAST
 
 
 def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...]) -> Pieces:
-    """The answer that lets a request continue with another body, in pieces, so that the body is not copied.
+    """The answer that lets a request continue with another body.
 
-    It is written from the inside out, because protobuf would copy the body four times.
+    It is written from the inside out and in pieces, because protobuf would copy the body four
+    times.
 
     Args:
-        body: replaces the request's body, which was buffered; in pieces.
+        body: the new body, in pieces; the old one was buffered.
         metadata: dynamic metadata to add.
-        warning: tells the upstream about a loop; empty for none.
-        marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
+        warning: the warning for the upstream; may be empty.
+        marks: STEERED, NARROWED, or both.
     """
     size = 0
     for piece in body:
@@ -119,22 +122,23 @@ def replace_headers(metadata: dict[str, Any], *, warning: str, marks: tuple[byte
 
     Args:
         metadata: dynamic metadata to add.
-        warning: tells the upstream about a loop; empty for none.
-        marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
-        size: the length of the edited body, in bytes; negative if the request tells no length.
+        warning: the warning for the upstream; may be empty.
+        marks: STEERED, NARROWED, or both.
+        size: the length of the edited body, in bytes; negative if the request has no
+            content-length.
     """
     common = write_field(_RESPONSE, _write_edit(marks, warning, size))
     return write_field(_REQUEST_HEADERS, common) + write_metadata(metadata)
 
 
 def hand_on(pieces: Pieces, *, ended: bool) -> bytes:
-    """The answer that hands pieces of a request's body back; with `ended`, they are the last."""
+    """The answer that hands back pieces of a request's body; `ended`: the last ones."""
     size = sum([len(piece) for piece in pieces])
     return _write_part(_REQUEST_BODY, write_head(_BODY, size) if size else b"", pieces, size, _ENDED if ended else b"")
 
 
 def _write_part(phase: int, head: bytes, pieces: Pieces, size: int, end: bytes) -> bytes:
-    """The answer with a StreamedBodyResponse: a head, pieces of this size in all, and an end."""
+    """An answer with a StreamedBodyResponse: a head, pieces of this total size, and an end."""
     size += len(head) + len(end)
     streamed = write_head(_STREAMED, size)
     size += len(streamed)
@@ -145,10 +149,11 @@ def _write_part(phase: int, head: bytes, pieces: Pieces, size: int, end: bytes) 
 
 
 def _write_edit(marks: tuple[bytes, ...], warning: str, size: int) -> bytes:
-    """The header mutation of a request whose body has this many bytes after its edits; with a negative size, no length is told.
+    """The header mutation for an edited body of this length; a negative size sets no content-length.
 
-    Envoy compares a body with its content-length, and answers 500 if they differ. It removes the length from the answer to the
-    headers unless its filter has `allow_content_length_header`.
+    Envoy compares a body with its content-length, and answers 500 if they differ. It removes the
+    content-length from the answer to the headers unless its filter has
+    `allow_content_length_header`.
     """
     length = [_write_header("content-length", str(size))] if size >= 0 else []
     told = [_write_header(_WARNING, warning)] if warning else []
@@ -156,32 +161,34 @@ def _write_edit(marks: tuple[bytes, ...], warning: str, size: int) -> bytes:
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:
-    """The answer that hands a part of a body back unchanged. If Envoy keeps no bodies, only these parts are sent on.
+    """The answer that hands back a part of a body unchanged.
+
+    If Envoy keeps no bodies, it forwards only these parts.
 
     Args:
         kind: `request_body` or `response_body`.
-        body: an HttpBody, whose fields are those of a StreamedBodyResponse.
+        body: an HttpBody, which has the same fields as a StreamedBodyResponse.
     """
     return _write_part(_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY, b"", [body], len(body), b"")
 
 
-_LAST: Final = let_go_on(LAST_HEADERS)
+_LAST: Final = let_pass(LAST_HEADERS)
 
 
 def make_wait(milliseconds: int) -> bytes:
-    """Make Envoy wait longer for the answer."""
+    """The answer that makes Envoy wait longer."""
     response = ProcessingResponse()
     response.override_message_timeout.FromMilliseconds(milliseconds)
     return response.SerializeToString()
 
 
 def _find_warning(decision: Decision) -> str:
-    """The warning for the headers of a request that continues; empty for none."""
+    """The warning for the headers of a request that continues; may be empty."""
     if decision.steer is not None:
         return f"{_KIND.get(decision.steer.reason, _BUDGET)}_{decision.steer.action.value}"
     lead = decision.lead
     if not decision.warning:
-        # As in Fairvisor, a delay by a budget is told as well; that by a loop is not.
+        # As in Fairvisor, a delay by a budget is a warning, and a delay by a loop is not.
         delayed = lead is not None and lead.action is Action.THROTTLE and lead.reason not in _KIND
         return f"{_BUDGET}_throttle" if delayed else ""
     return f"{_KIND.get(lead.reason if lead is not None else Reason.LOOP_DETECTED, _BUDGET)}_warn"
@@ -223,7 +230,7 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
 
 
 def set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
-    """Make Envoy set headers, replacing any of the same name."""
+    """Set headers, replacing existing ones."""
     for name, value in headers:
         option = mutation.set_headers.add(append_action=_OVERWRITE)
         option.header.key = name
