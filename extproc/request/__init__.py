@@ -1,1 +1,1 @@
-"""One HTTP request as Envoy shows it: its parts, its body, its caller and its fingerprint."""
+"""One HTTP request as Envoy sends it: its parts, its body, its caller and its fingerprint."""

@@ -1,19 +1,20 @@
-"""The callers of a request that shows several credentials.
+"""The callers of a request that contains several credentials.
 
-Clients choose their headers, and Loopguard cannot know which of several credentials the upstream reads: that differs by server,
-even for one API. If only one of them identified the caller, a client could put another one in front that changes with every
-request, and be a new caller each time.
+Clients choose their headers, and Loopguard cannot know which of several credentials the upstream
+reads: that differs by server, even for one API. If only one of them identified the caller, a client
+could add another one that changes with every request, and be a new caller each time.
 
-So each credential is a caller: the guards of a policy count, limit and judge a request for each of them, and the strictest
-verdict holds. Only secrets are callers of their own, because no client can show those of others to use up what is theirs.
-Claims that Envoy has verified are tried before secrets, and a request that has one has no other caller.
+So each credential is a caller: the guards of a policy count, limit and judge a request for each of
+them, and the strictest outcome wins. This applies only to secrets, because no client can send those
+of others to use up their limits. Claims that Envoy has verified are tried before secrets, and a
+request with a verified claim has no other caller.
 
-The number of callers is bounded by the number of places in which APIs have credentials: each place has one.
+The number of callers is bounded, because each place in which APIs have credentials has one.
 
-A caller has one name, a hash, whatever the policy that looks at it. What one descriptor alone identifies has the name of its
-value: a secret its keyed hash, a claim or header the hash of `name=value`. It makes no difference whether the limit key is the
-value's own or one of the alternatives of a `first_of`. Several descriptors together have a hash of all of them, and operators
-may name each of them as well.
+A caller has one name, a hash, in all policies. A single descriptor gives it the name of its value:
+for a secret its keyed hash, for a claim or header the hash of `name=value`, whether the limit key
+stands alone or in a `first_of`. Several descriptors together have a hash of all of them; operators
+may use the name of each of them, too.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class NameForm(NamedTuple):
     """How the value of a descriptor names a caller.
 
     Attributes:
-        descriptor: its name.
-        start: what precedes the value itself, in a `first_of`: the limit key and a colon.
-        name: of the value; not that of the `first_of`.
+        descriptor: the descriptor's name.
+        start: the prefix of the value in a `first_of`: the limit key and a colon.
+        name: the value's own name, not that of the `first_of`.
         secret: the value is a secret's hash.
     """
 
@@ -54,26 +55,26 @@ class NameForm(NamedTuple):
 
 
 class NamedValue(NamedTuple):
-    """A value that identifies a caller, by itself or with others; see `NameForm`."""
+    """A value that identifies a caller, alone or with others; see `NameForm`."""
 
     name: str
     value: str
     secret: bool
 
     def hash(self) -> str:
-        """The name of a caller that has no other values, 16 hex digits."""
+        """The name of a caller without other values, 16 hex digits."""
         return self.value if self.secret else hash_tenant(join_descriptors([(self.name, self.value)]))
 
 
 class CallerNames:
-    """The names of a policy's callers, or of a rule's.
+    """The names of a policy's or rule's callers.
 
     Attributes:
-        forms: of secrets, and of the alternatives of each `first_of`.
+        forms: for secrets, and for the alternatives of each `first_of`.
     """
 
     def __init__(self, descriptors: tuple[Descriptor, ...]) -> None:
-        """Compile; see `find_names`."""
+        """Compile the descriptors; see `find_names`."""
         keys = [part.key for descriptor in descriptors for part in descriptor.list_sources()]
         names = Counter([name_key(key) for key in dict.fromkeys(keys)])
         self.forms: list[NameForm] = []
@@ -109,40 +110,40 @@ class CallerNames:
         return hash_tenant(join_descriptors([(each.name, each.value) for each in named.values()]))
 
     def list_parts(self, values: Sequence[tuple[str, str]]) -> list[str]:
-        """The names of the values that identify a caller together; nothing if there is only one."""
+        """The names of the values that identify a caller together; empty if there is only one."""
         if len(values) == 1:
             return []
         found = list(dict.fromkeys([each.hash() for each in self.split(values)]))
         return found if len(found) > 1 else []
 
     def list_secrets(self, values: Sequence[tuple[str, str]]) -> list[str]:
-        """The hashes of secrets that identify a caller, each once."""
+        """The hashes of secrets that identify a caller, without duplicates."""
         return list(dict.fromkeys([each.value for each in self.split(values) if each.secret])) if self.forms else []
 
 
 find_names: Final = lru_cache(_MOST_NAMES)(CallerNames)
-"""The names of the callers that these descriptors tell apart; policies that have the same descriptors share them."""
+"""The `CallerNames` of these descriptors, shared by policies with the same descriptors."""
 
 
 class Shown:
     """A descriptor that may have several values in one request.
 
     Attributes:
-        name: the descriptor's.
+        name: the descriptor's name.
     """
 
     def __init__(self, name: str, keys: list[str]) -> None:
-        """Compile; `keys` are the alternatives that are secrets, or empty for the limit key `credential` alone."""
+        """`keys` are the alternatives that are secrets; empty for the limit key `credential` alone."""
         self.name = name
         self._keys = keys
         self._starts = tuple([f"{key}:" for key in keys])
 
     def list_values(self, request: HttpRequest, first: str) -> list[str]:
-        """All values that a request shows, given the first."""
+        """All values in a request, given the first."""
         if not self._keys:
             return request.list_credentials()
         if not first.startswith(self._starts):
-            return [first]  # verified, or no secret
+            return [first]  # verified, or not a secret
         values: dict[str, str] = {}
         for key in self._keys:
             for secret in request.list_credentials() if key == CREDENTIAL else [request.read_secret(key)]:
@@ -159,7 +160,7 @@ def find_hidden(value: Json, descriptor: Descriptor, pointer: Sequence[str], key
 
 
 def compile_shown(descriptors: Sequence[Descriptor]) -> tuple[Shown, ...]:
-    """Those of a policy's descriptors that may have several values in one request."""
+    """The descriptors of a policy that may have several values in one request."""
     found: list[Shown] = []
     for descriptor in descriptors:
         keys = [part.key for part in descriptor.parts if is_secret(part.key)]
@@ -169,7 +170,7 @@ def compile_shown(descriptors: Sequence[Descriptor]) -> tuple[Shown, ...]:
 
 
 def list_others(shown: tuple[Shown, ...], request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[Values]:
-    """The other callers of a request, given the values of the first."""
+    """The other callers of a request, given the first one's values."""
     if not shown:
         return NO_OTHERS
     several: dict[str, list[str]] = {}
@@ -187,7 +188,7 @@ def list_others(shown: tuple[Shown, ...], request: HttpRequest, values: Sequence
 
 
 def _take(values: Sequence[tuple[str, str]], several: dict[str, list[str]], place: int) -> Values:
-    """The values of one of the other callers; a descriptor that has fewer values keeps its first."""
+    """The values of one of the other callers. A descriptor with fewer values repeats its first."""
     taken: Values = []
     for name, value in values:
         found = several.get(name)

@@ -1,6 +1,6 @@
-"""What is known about clients: agent programs, SDKs and gateways. `make test-clients` runs many of them.
+"""Facts about clients: agent programs, SDKs and gateways. `make test-clients` runs many of them.
 
-Each fact says whose it is. A new client that names its sessions in a header of its own is added here, and nowhere else.
+To support a client that names its sessions in its own header, add the header here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Final, NamedTuple
 
 
 class Client(NamedTuple):
-    """A client that is known for what it does with a refusal of status 429 and the header `x-should-retry: false`.
+    """A client and its reaction to a refusal with status 429 and the header `x-should-retry: false`.
 
     Attributes:
-        name: for people.
+        name: for messages.
         header: the header by which it is recognized.
         part: part of the header's value; empty for any value.
-        retries: it tries again; otherwise it stops, and shows the message.
+        retries: it retries; otherwise it stops and shows the message.
     """
 
     name: str
@@ -34,10 +34,11 @@ CLIENTS: Final = (
 )
 
 ENDED_BY_NOT_FOUND: Final = (b"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",)
-"""Words in the prompts of agent programs that retry a 400 or 429 for minutes, but end at once on a 404: mini-swe-agent."""
+"""Words in the prompts of agent programs that retry a 400 or 429 for minutes, but stop at a 404:
+mini-swe-agent."""
 
 PARENT_SESSION: Final = "x-parent-session-id"
-"""Header in which an agent of opencode names the `x-session-id` of its parent."""
+"""Header with the `x-session-id` of an agent's parent in opencode."""
 
 _GATEWAYS: Final = (
     "x-litellm-session-id",
@@ -48,18 +49,19 @@ _GATEWAYS: Final = (
 )
 
 SESSION_HEADERS: Final = (
-    "x-claude-code-agent-id",  # first: an agent that another one started has a history of its own
+    "x-claude-code-agent-id",  # first: each agent has its own history
     "thread-id",  # Codex; early for the same reason
-    "x-session-id",  # opencode, in which each agent has its own
+    "x-session-id",  # opencode: one for each agent
     "x-claude-code-session-id",
     "session-id",  # Codex
     "x-session-affinity",  # opencode
     *_GATEWAYS,
 )
-"""Headers by which clients and gateways name a conversation unasked, in the order in which they are tried."""
+"""Headers in which clients and gateways name a conversation by default, in the order in which they
+are tried."""
 
 AGENT_HEADERS: Final = ("x-claude-code-agent-id", "thread-id")
-"""The headers among these that distinguish agents of one session."""
+"""Headers that distinguish agents of one session."""
 
 ROOT_HEADERS: Final = (
     "x-claude-code-session-id",
@@ -70,17 +72,17 @@ ROOT_HEADERS: Final = (
     *_GATEWAYS,
     "thread-id",
 )
-"""The same for the session that started an agent."""
+"""Headers of the session that started an agent, in the order in which they are tried."""
 
 
 class AgentHeaders(NamedTuple):
-    """How a client tells which agent of a session sends a request.
+    """How a client identifies the agent of a session that sends a request.
 
     Attributes:
         root: names the session that started all its agents.
-        agent: names the agent. In requests of the root itself it is missing, or has the same value as `root`.
-        parent: names the agent that started it; missing if that is the root. It may be the same header as `root`: such a client
-            names no root, but each agent's parent by its `agent`.
+        agent: names the agent. In requests of the root itself, it is missing or equals `root`.
+        parent: names the agent that started it; missing if the root did. If it is the same header
+            as `root`, the client does not name the root, only each agent's parent by its `agent`.
     """
 
     root: str
@@ -95,13 +97,16 @@ AGENTS: Final = (
 )
 
 USER_ID: Final = "body:/metadata/user_id"
-"""Limit key of the field in which some clients, such as Claude Code, name a session, alone or beside the user."""
+"""Limit key of the field in which some clients, such as Claude Code, name a session, alone or with
+the user."""
 
 CACHE_KEY: Final = "body:/prompt_cache_key"
-"""Limit key of the field in which Codex names its session; other programs send the same one in all sessions."""
+"""Limit key of the field in which Codex names its session. Other programs use one value for all
+sessions."""
 
 INJECTED_TAGS: Final = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
-"""Tags of text that the harnesses of Claude Code, Cline and Codex inject, even if a client sends only text and no results."""
+"""Tags of text that Claude Code, Cline and Codex inject, even if a client sends only text and no
+results."""
 
 CALL_ID_LINE: Final = "Call id: "
 """Start of a line with a counter that smolagents writes before an observation."""
@@ -110,4 +115,4 @@ FAILED_CALL: Final = re.compile(
     r"Error:\n(?:Error executing (?:tool|request to team member) '([\w.-]{1,256})' with arguments ([^\n]{0,4096}?): "
     r"|Unknown tool ([\w.-]{1,256}), )"
 )
-"""How smolagents' ToolCallingAgent reports a failed call, which it leaves out of the history."""
+"""How smolagents' ToolCallingAgent reports a failed call, which is missing from its history."""

@@ -1,10 +1,12 @@
-"""A request body as JSON: decoded on demand, and only once for all detectors and descriptors.
+"""A request body as JSON, decoded lazily and once for all detectors and descriptors.
 
-Decoding takes bounded time for any body. A body with too much of anything is not inspected (`inspect_limit`), nor is one that
-is not JSON (`not_json`). Both are exceptions that name the reason why the request is not counted.
+Decoding takes bounded time for any body. A body that exceeds a bound (`inspect_limit`) or is not
+JSON (`not_json`) is not inspected. Both are exceptions with the reason why the request is not
+counted.
 
-Numbers are compared by their exact value in any spelling: `1`, `1.0` and `1e0` are one number, and integers keep all of their
-digits. If a key is repeated in an object, the last one counts, as in most parsers (RFC 8259 section 4 leaves it open).
+Numbers are compared by their exact value: `1`, `1.0` and `1e0` are equal, and integers keep all
+digits. If a key is repeated in an object, the last one wins, as in most parsers (RFC 8259 section 4
+leaves it open).
 """
 
 from __future__ import annotations
@@ -19,40 +21,48 @@ import msgspec
 from extproc.request.http import write_claim
 
 MAX_CONTAINERS: Final = 100_000
-"""Maximum number of `[` and `{` in a body to inspect: decoding this many takes 10 to 20 ms, and so does copying them."""
+"""Maximum number of `[` and `{` in a body to inspect. Decoding this many takes 10 to 20 ms, and so
+does copying them."""
 
 MAX_MEMBERS: Final = 50_000
-"""Maximum number of members of objects in a body that is decoded as a whole: sorting takes longer than decoding them."""
+"""Maximum number of object members in a body that is decoded as a whole. Sorting them takes longer
+than decoding."""
 
 WORTH_COUNTING: Final = 256 * 2**10
-"""Shorter bodies, in bytes, are not checked: they hardly exceed the bounds, and counting takes half as long as decoding."""
+"""Shorter bodies, in bytes, are not checked: they hardly exceed the bounds, and counting takes half
+as long as decoding."""
 
 UNITS: Final = 50_000
-"""What one reader may spend on a body. A unit is about 0.4 microseconds of work, so all of them take about 20 ms."""
+"""Units that one reader may use for a body. A unit is about 0.4 microseconds of work, so all of
+them take about 20 ms."""
 
 STEP: Final = 10
-"""Units that a message takes, or a part of one. A number with a fraction takes as many: it is converted to one spelling."""
+"""Units for a message or a part of one, and for a number with a fraction, which must be normalized."""
 
 MAX_STEPS: Final = UNITS // STEP
 """Maximum number of messages in a conversation that is read message by message."""
 
 MAX_VALUES: Final = 250_000
-"""Maximum number of commas outside of texts in a body to inspect, and so of small values in its lists."""
+"""Maximum number of commas outside of strings in a body to inspect, which bounds the small values
+in its lists."""
 
 _MAX_TEXTS: Final = 100_000
-"""Maximum number of texts with commas in a body whose values are counted."""
+"""Maximum number of strings with commas in a body whose values are counted."""
 
 _PIECE: Final = 65_536
-"""Bytes of a body to search at once. At this size, removing rare bytes takes a quarter of the time of counting them."""
+"""Bytes of a body to search at once. With this size, removing rare bytes takes a quarter of the
+time of counting them."""
 
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in b'",'])
 """All bytes except quotes and commas."""
 
 MAX_WIDE: Final = 20_000
-"""Maximum number of members of objects that Loopguard sorts itself, in one value; sorting them takes 10 ms."""
+"""Maximum number of object members that Loopguard itself sorts in one value; sorting them takes 10
+ms."""
 
 _MANY_MEMBERS: Final = 256
-"""Loopguard sorts the members of larger objects itself: msgspec's time may grow with the square of their number."""
+"""Loopguard itself sorts the members of larger objects: msgspec's time may grow with the square of
+their number."""
 
 _WORTH_CHARGING: Final = 256
 _VALUES_PER_UNIT: Final = 4
@@ -61,13 +71,15 @@ _SHORT_NUMBER: Final = 32
 _LONGEST_WEIGHED: Final = 1_024
 
 MAX_DIGITS: Final = 640
-"""Maximum length of an integer in a body, in digits. Like most parsers, Loopguard rejects longer ones."""
+"""Maximum number of digits of an integer in a body. Like most parsers, Loopguard rejects longer
+ones."""
 
 _PLACE = re.compile(r"(?:0|[1-9][0-9]{0,8})\Z")  # of an array's element (RFC 6901 section 4)
 _NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
 
 Json: TypeAlias = Any
-"""A decoded value: dict, list, str, int, bool, None, or Raw, which stands for a number with a fraction or an exponent."""
+"""A decoded value: dict, list, str, int, bool, None, or Raw for a number with a fraction or an
+exponent."""
 
 ABSENT: Final = msgspec.Raw()
 """A missing raw value."""
@@ -77,14 +89,14 @@ _MISSING: Final[Json] = object()
 
 
 NO_MESSAGES: Final = "no_messages"
-"""The reason for a body whose messages are in the form of no API."""
+"""The reason for a body whose messages have no API's format."""
 
 NO_HISTORY: Final = frozenset({NO_MESSAGES, "no_history"})
-"""Reasons that mean a body shows no conversation."""
+"""Reasons that mean that a body contains no conversation."""
 
 
 def limit_integers() -> None:
-    """Make this process reject longer integers, because parsing takes time that grows with the square of their length."""
+    """Make this process reject longer integers, because parsing time grows with the square of their length."""
     sys.set_int_max_str_digits(MAX_DIGITS)
 
 
@@ -100,7 +112,10 @@ class NotCounted(Exception):  # not an error: the request continues uncounted
         self.reason = reason
 
     def renew(self) -> NotCounted:
-        """A copy to keep, or to raise again: a raised exception refers to everything that it passed, including the body."""
+        """A copy to store or raise again.
+
+        A raised exception refers to all frames that it passed, and so to the body.
+        """
         return NotJson() if isinstance(self, NotJson) else NotCounted(self.reason)
 
 
@@ -112,13 +127,14 @@ class NotJson(NotCounted):
 
 
 class Inspection:
-    """The units that a reader of a body has left. Each reader begins with all of them.
+    """The remaining units of a reader. Each reader begins with all units.
 
-    What another reader has read before is cached, but takes as many units again. So no result depends on what others read, and
-    a shadow policy neither uses up an enforcing one's units nor is it affected by them.
+    Content that another reader has read is cached, but costs the same. So no result depends on
+    other readers: a shadow policy neither uses up an enforcing policy's units nor is affected by
+    them.
 
     Attributes:
-        left: units.
+        left: remaining units.
     """
 
     def __init__(self) -> None:
@@ -129,15 +145,15 @@ class Inspection:
         self.left = UNITS
 
     def recall(self) -> int:
-        """Begin to read again what the reader has paid for already; returns the units to go back to."""
+        """Begin to read again what has already been charged; returns the units to restore afterwards."""
         left, self.left = self.left, UNITS
         return left
 
     def take(self, units: int) -> None:
-        """Use up units.
+        """Charge units.
 
         Raises:
-            NotCounted: fewer are left.
+            NotCounted: not enough are left.
         """
         self.left -= units
         if self.left < 0:
@@ -145,20 +161,20 @@ class Inspection:
 
 
 INSPECTION: Final = Inspection()
-"""Of the reader at work: only one thread inspects bodies, one reader after the other. `Document` and `open_conversation` begin
-it, so no body is read without it."""
+"""The current reader's units. Only one thread inspects bodies, one reader at a time. `Document` and
+`open_conversation` reset it, so no body is read without it."""
 
 
 def walk(count: int) -> None:
-    """Take the units of this many messages, or parts of messages; raises NotCounted if there are too many."""
+    """Charge this many messages or parts of messages; raises NotCounted if there are too many."""
     INSPECTION.take(count * STEP)
 
 
 def charge(text: bytes | msgspec.Raw) -> None:
-    """Take units for JSON that is decoded although it is a string in a body, where `check_containers` does not count it.
+    """Charge JSON that is decoded from a string in a body, which `check_containers` does not count.
 
     Raises:
-        NotCounted: there are not enough.
+        NotCounted: not enough units are left.
     """
     if len(text) > _WORTH_CHARGING:
         written = bytes(text)
@@ -166,10 +182,10 @@ def charge(text: bytes | msgspec.Raw) -> None:
 
 
 def hook_number(text: str) -> msgspec.Raw:
-    """The `float_hook` of decoders: the only spelling of a number that has a fraction or an exponent.
+    """The `float_hook` of decoders: normalize a number with a fraction or an exponent.
 
     Raises:
-        NotCounted: there were too many. A long one counts as several.
+        NotCounted: there are too many. A long one counts as several.
     """
     INSPECTION.take(STEP + STEP * (min(len(text), _LONGEST_WEIGHED) // _SHORT_NUMBER))
     return write_number(text)
@@ -179,8 +195,8 @@ _decode: Final = msgspec.json.Decoder(float_hook=hook_number).decode
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
 
 
-# Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at its neighbours. Cutting a text in JavaScript
-# may leave one, and most parsers accept it. It starts with a literal, which the engine finds fast.
+# An escaped, unpaired surrogate (RFC 8259, section 8.2). Cutting a string in JavaScript may leave
+# one, and most parsers accept it. The pattern starts with a literal, which the engine finds fast.
 _HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
@@ -189,14 +205,14 @@ _MOST_HALVES: Final = 2_000
 """Maximum number of halves to replace in one body."""
 
 _MOST_ESCAPED: Final = 256
-"""Maximum number of backslashes to distinguish in front of a half."""
+"""Maximum number of backslashes to count before a half."""
 
 _FIRST_HALF: Final = 8
-"""Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
+"""Halves are U+D800 to U+DFFF; they become U+E000 to U+E7FF."""
 
 
 def mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
-    """JSON with a private character, of equal length, for each unpaired surrogate; None if there is none."""
+    """Replace each unpaired surrogate in JSON by a private character of equal length; None if there is none."""
     raw = data.encode() if isinstance(data, str) else bytes(data)
     mended = _HALF.sub(_mend_half, raw, _MOST_HALVES)
     return None if mended == raw else mended
@@ -213,18 +229,19 @@ def _mend_half(found: re.Match[bytes]) -> bytes:
 class Document:
     """A body to inspect.
 
-    A detector's input never depends on what other detectors read, so a shadow policy cannot change what an enforcing one sees:
-    if the whole body cannot be decoded, or is too large, a requested part is still decoded.
+    A detector's input never depends on what other detectors read, so a shadow policy cannot change
+    what an enforcing one sees: even if the whole body cannot be decoded or is too large, a
+    requested part is still decoded.
 
     Attributes:
         conversation: the result of `open_conversation`, or its exception.
         shortened: older messages were left out.
-        prefills: an assistant's message at the end is the start of the answer; see `Endpoint`.
+        prefills: an assistant message at the end is the start of the answer; see `Endpoint`.
     """
 
     def __init__(self, data: bytes | memoryview, *, shortened: bool = False) -> None:
         self._data = data if isinstance(data, bytes) else data.tobytes()
-        self._value: Json = _MISSING  # or the exception in place of it
+        self._value: Json = _MISSING  # or the exception that decoding raised
         self._fits: bool | None = len(self._data) <= WORTH_COUNTING or None
         self.conversation: Any = None
         self.shortened = shortened
@@ -235,7 +252,7 @@ class Document:
         return len(self._data)
 
     def __bytes__(self) -> bytes:
-        """The body as it came."""
+        """The body as received."""
         return self._data
 
     def value(self) -> Json:
@@ -251,7 +268,10 @@ class Document:
         return self._value
 
     def may_be_json(self) -> bool:
-        """Whether it begins as an object or an array, so that another parser may accept it although msgspec does not."""
+        """Whether it begins like an object or an array.
+
+        Another parser may accept it even if msgspec does not.
+        """
         return self._data.lstrip()[:1] in (b"{", b"[")
 
     def data(self) -> bytes:
@@ -270,7 +290,7 @@ class Document:
     def _decode(self) -> Json:
         """The value, or the NotCounted that decoding raises."""
         left = INSPECTION.left
-        try:  # with units of its own, because the first reader that needs the value decodes it for all
+        try:  # separate units, because one reader decodes the value for all
             data = self.data()
             check_members(data)
             return decode_json(data)
@@ -281,17 +301,17 @@ class Document:
 
 
 def check_containers(data: bytes | memoryview | str) -> None:
-    """Check that JSON does not contain too many objects and arrays, or values in them.
+    """Check the number of objects, arrays and values in JSON.
 
     Raises:
-        NotCounted: it does.
+        NotCounted: there are too many.
     """
     if len(data) > WORTH_COUNTING and holds_many(data.encode() if isinstance(data, str) else bytes(data)):
         raise NotCounted("inspect_limit")
 
 
 def holds_many(data: bytes) -> bool:
-    """Whether JSON has more than MAX_CONTAINERS objects and arrays, or more than MAX_VALUES commas outside of texts."""
+    """Whether JSON has more than MAX_CONTAINERS objects and arrays, or MAX_VALUES commas outside of strings."""
     containers = commas = 0
     for start in range(0, len(data), _PIECE):
         piece = data[start : start + _PIECE]
@@ -312,12 +332,12 @@ def holds_many(data: bytes) -> bool:
 
 
 def check_members(data: bytes) -> None:
-    """Check that the objects in JSON do not have too many members.
+    """Check the number of object members in JSON.
 
     Raises:
-        NotCounted: they do.
+        NotCounted: there are too many.
     """
-    least = 2 * MAX_MEMBERS  # each has two quotes, at least, and a colon
+    least = 2 * MAX_MEMBERS  # each has at least two quotes and a colon
     if len(data) > least and data.count(b":") > MAX_MEMBERS and data.count(b'"') > least:
         packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
         if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:  # a key with an escaped quote is in a string
@@ -328,7 +348,8 @@ def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _dec
     """Decode JSON.
 
     Raises:
-        NotCounted: it is not JSON (or nested hundreds of levels deep, or with numbers of hundreds of digits), or too large.
+        NotCounted: it is not JSON, is nested hundreds of levels deep, has numbers of hundreds of
+            digits, or is too large.
         msgspec.ValidationError: its types are not those that `decode` expects.
     """
     try:
@@ -352,17 +373,20 @@ def _decode_strictly(data: bytes | memoryview | msgspec.Raw | str, decode: Any) 
 
 
 def open_value(value: Json) -> Json:
-    """Decode a raw value; return any other value unchanged."""
+    """Decode a raw value; any other value is unchanged."""
     if type(value) is not msgspec.Raw:
         return value
     return None if value is ABSENT else decode_json(value)
 
 
 def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
-    """The canonical spelling of a value, without the parts that `ignore` (split pointers) names: equal bytes mean equal values.
+    """The canonical JSON of a value, without the parts that `ignore` (split pointers) names.
+
+    Equal bytes mean equal values.
 
     Raises:
-        NotCounted: it is nested too deeply, contains a raw value that is not UTF-8, or has objects with too many members.
+        NotCounted: it is nested too deeply, contains a raw value that is not UTF-8, or has objects
+            with too many members.
     """
     for pointer in ignore:
         value = remove_at(value, pointer)
@@ -371,13 +395,13 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
         if sum([len(wide) for wide in found]) > MAX_WIDE:
             raise NotCounted("inspect_limit")
         for wide in found:
-            members = sorted(wide.items())  # in place: the order of members means nothing to anybody else
+            members = sorted(wide.items())  # in place: nothing depends on the order of members
             wide.clear()
             wide.update(members)
         written = _encode(value)
         if not written.isascii():
-            written.decode()  # msgspec copies raw values unseen
-    except (RecursionError, UnicodeDecodeError):  # it was decoded with less of the stack in use, or not at all
+            written.decode()  # msgspec copies raw values without checking them
+    except (RecursionError, UnicodeDecodeError):  # it was decoded on a shallower stack, or not at all
         raise NotJson from None
     return written
 
@@ -408,9 +432,10 @@ def split_pointer(pointer: str) -> list[str]:
 
 
 def remove_at(value: Json, pointer: Sequence[str]) -> Json:
-    """A value without the part that the pointer names, copied as far as necessary; a step `*` matches any key or index.
+    """A value without the part that the pointer names; a step `*` matches any key or index.
 
-    Array elements are replaced by null, so that the others keep their indexes.
+    Only changed containers are copied. Array elements become null, so that others keep their
+    indexes.
     """
     step, rest = pointer[0], pointer[1:]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -441,7 +466,7 @@ def find(value: Json, pointer: Sequence[str]) -> str:
 
 
 def write_number(text: str) -> msgspec.Raw:
-    """The only spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
+    """Normalize a number with a fraction or an exponent to an integer, or to digits and an exponent.
 
     >>> [bytes(write_number(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
     [b'15e-1', b'15e-1', b'1', b'0', b'1000', b'1e999']
@@ -453,7 +478,7 @@ def write_number(text: str) -> msgspec.Raw:
         return msgspec.Raw(b"0")
     try:
         power = int(exponent or 0) - len(fraction) + len(digits) - len(kept)
-    except ValueError:  # an exponent of thousands of digits
+    except ValueError:  # an exponent with thousands of digits
         raise NotJson from None
     if power >= 0 and len(kept) + power <= MAX_DIGITS:
         return msgspec.Raw(f"{sign}{kept}{'0' * power}".encode())

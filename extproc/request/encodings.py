@@ -1,7 +1,7 @@
-"""The text of a body, after decoding its content-encoding (RFC 9110 section 8.4) and its Unicode, within a bound.
+"""A body's text: decompressed (content-encoding, RFC 9110 section 8.4) and converted to UTF-8, within a size limit.
 
-A compressed body, or one in UTF-16, is read as its server would read it. A decompression bomb of any ratio costs no more than
-the bound, because no more is ever unpacked.
+A compressed body, or one in UTF-16, is read as its server would read it. Decompression stops at the
+limit, so a decompression bomb costs no more than that.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ _MAX_ENCODINGS: Final = 2
 """Maximum number of nested encodings to decode; clients use fewer."""
 
 _ENOUGH: Final = 4
-"""Number of bytes at the start of a body that determine its encoding."""
+"""Number of bytes at the start of a body that determine its Unicode encoding."""
 
 _MARKS: Final = 0x80
-"""A body is UTF-8 without a mark if its first byte is from 1 to below this, and its second is not 0. Byte order marks begin
-with 0 or a larger byte, and ASCII in UTF-16 or UTF-32 has a 0 in the first two bytes."""
+"""A body is UTF-8 without a byte order mark if its first byte is between 1 and this, and its second
+byte is not 0. Byte order marks begin with 0 or a larger byte, and ASCII in UTF-16 or UTF-32 has a 0
+in the first two bytes."""
 
 _ZSTD_WINDOW: Final = 23
-"""Maximum window that a decoder has to support (RFC 8878 section 3.1.1.1.2), as the power of 2 of its bytes."""
+"""The largest window that a decoder must support (RFC 8878 section 3.1.1.1.2), as a power of 2
+bytes."""
 
 
 _MAX_FRAMES: Final = 16
-"""Maximum number of frames in a zstd body; clients send one. What follows a frame is copied for each."""
+"""Maximum number of frames in a zstd body; clients send one. The rest of the body is copied for
+each."""
 
 
 class UnreadableError(Exception):
-    """A body does not match its content-encoding, or the encoding is unknown, or the body exceeds the bound.
+    """A body does not match its content-encoding, or the encoding is unknown, or the body exceeds the limit.
 
     Attributes:
         reason: `content_encoding` or `inspect_limit`, as in `uncounted_total`.
@@ -54,12 +57,12 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
     """The body's text in UTF-8, without a byte order mark.
 
     Args:
-        body: the body as it was sent.
+        body: the body as sent.
         content_encoding: the header; empty if missing.
-        limit: maximum number of unpacked bytes.
+        limit: maximum number of decompressed bytes.
 
     Raises:
-        UnreadableError: it cannot be read.
+        UnreadableError: it is unreadable.
     """
     return _decode(_unpack_all(body, list_encodings(content_encoding), limit) if content_encoding else body)
 
@@ -70,13 +73,13 @@ def unpack(body: bytes | memoryview, content_encoding: bytes, limit: int) -> byt
 
 
 def list_encodings(content_encoding: bytes) -> list[bytes]:
-    """The encodings in the header, except those that do not change a body."""
+    """The encodings in the header, except `identity`."""
     names = [name.strip().lower() for name in content_encoding.split(b",")]
     return [name for name in names if name not in (b"", b"identity")]
 
 
 def split_mark(body: bytes) -> tuple[bytes, bytes]:
-    """Split a body into its byte order mark, which is not part of the JSON, and the rest."""
+    """Split off the byte order mark, which is not part of the JSON."""
     return (BOM_UTF8, body[len(BOM_UTF8) :]) if body.startswith(BOM_UTF8) else (b"", body)
 
 
@@ -102,7 +105,10 @@ def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | me
 
 
 def _decode(body: bytes | memoryview) -> bytes | memoryview:
-    """Convert any encoding of Unicode to UTF-8: Python's own JSON parser, which servers use, accepts all of them."""
+    """Convert any Unicode encoding to UTF-8.
+
+    Servers that use Python's own JSON parser accept all of them.
+    """
     if len(body) >= _ENOUGH and 0 < body[0] < _MARKS and body[1]:
         return body  # almost always
     start = bytes(body[:_ENOUGH])
@@ -121,7 +127,7 @@ def _inflate(body: bytes | memoryview, limit: int, wbits: int) -> bytes:
     inflater = zlib.decompressobj(wbits)
     unpacked = inflater.decompress(body, limit + 1)
     if len(unpacked) <= limit and (not inflater.eof or inflater.unused_data):
-        raise EOFError  # cut off, or followed by bytes that a server may read and Loopguard does not
+        raise EOFError  # cut off, or followed by bytes that a server may read
     return unpacked
 
 
@@ -130,7 +136,7 @@ def _unpack_gzip(body: bytes | memoryview, limit: int) -> bytes:
 
 
 def _unpack_deflate(body: bytes | memoryview, limit: int) -> bytes:
-    """Unpack zlib's format, or raw deflate, which some clients send and most servers accept (RFC 9110 section 8.4.1.2)."""
+    """Decompress zlib's format, or raw deflate, which some clients send and most servers accept (RFC 9110 section 8.4.1.2)."""
     try:
         return _inflate(body, limit, zlib.MAX_WBITS)
     except zlib.error:

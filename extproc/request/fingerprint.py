@@ -1,8 +1,8 @@
 """The fingerprint, which is equal for requests that count as the same.
 
-A request's composite is `METHOD|path|query|body|descriptors`, with enough percent-encoding that equal composites mean equal
-parts. Its CRC32 is the fingerprint that people see. The counter key adds a 64-bit check and a hash of the tenant, so that a
-CRC32 collision never causes a refusal.
+A request's composite is `METHOD|path|query|body|descriptors`, percent-encoded so that equal
+composites mean equal parts. Its CRC32 is the fingerprint that people see. The counter's key adds a
+64-bit check and a hash of the caller, so that a CRC32 collision never causes a refusal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Final
 from zlib_ng.zlib_ng import adler32, crc32
 
 MAX_TARGET = 65_536
-"""Maximum length of a path with query, in bytes (Envoy's default for all headers together is 60 KiB)."""
+"""Maximum length of a path with query, in bytes (Envoy's default for all headers together is 60
+KiB)."""
 
 MAX_MARKS = 10_000
 """Maximum number of `&`, and of `%`, in a query.
 
-They determine the time of decoding: 19 ms with the maximum of both. 64 KiB of them would take 29 ms, and twice that on a busy
-machine. No client may delay others for longer than 50 ms.
+They determine the decoding time: 19 ms with the maximum of both. 64 KiB of them would take 29 ms,
+and twice that on a busy machine. No client may delay others for longer than 50 ms.
 """
 
 _IN_PATH = str.maketrans({"%": "%25", "|": "%7C"})
@@ -35,7 +36,7 @@ _PARAMETERS = re.compile("(?:;|%3B)[^/]*")
 _SLASHES = re.compile("//+")
 
 
-# Compiled code reads a module's constant at once, but has to look up an imported name.
+# Compiled code reads a module's constant directly, but looks up an imported name.
 _crc32: Final = crc32
 _adler32: Final = adler32
 
@@ -43,15 +44,16 @@ _WORD: Final = 2**32 - 1
 
 _LONGEST_KNOWN: Final = 2_048
 _MAX_KNOWN: Final = 1_024
-"""Maximum length of a caller's descriptors, in characters, and number of callers whose names are remembered. Without this, the
-benchmark's row "own work per request" gets 9 % worse if its callers come again."""
+"""Maximum length of a cached caller's descriptors, in characters, and number of cached callers.
+Without the cache, the benchmark's row "own work per request" gets 9 % worse for recurring callers.
+"""
 
 
 class Body:
-    """Length and checksums of a request body, computed in one pass or chunk by chunk with `plus`; never changed."""
+    """Length and checksums of a request body, computed at once or chunk by chunk with `plus`; immutable."""
 
     def __init__(self, length: int, crc32: int, adler32: int, rest: bytes | memoryview = b"") -> None:
-        """Take checksums; `rest` is the end of the body, which they lack, and which is kept until one is asked for."""
+        """`rest` is the end of the body, which the checksums do not include yet; they are computed when needed."""
         self.length = length
         self._crc32 = crc32
         self._adler32 = adler32
@@ -67,7 +69,7 @@ class Body:
 
     @property
     def crc32(self) -> int:
-        """The CRC32, as zlib has it."""
+        """The CRC32, as in zlib."""
         if self._rest:
             self._sum_up()
         return self._crc32
@@ -81,14 +83,15 @@ class Body:
 
 
 NO_BODY: Final = Body(0, 0, 1)
-"""No body at all; also the start of every chunk-wise body (RFC 1950: Adler-32 starts at 1)."""
+"""No body, and the start of a body in chunks (RFC 1950: Adler-32 starts at 1)."""
 
 
 def normalize_path(path: str) -> str:
-    """A path as a server would read it, so that different spellings of a path are equal.
+    """Normalize a path as a server would, so that different spellings are equal.
 
-    Percent-encoded characters that need no encoding are decoded, the hex digits of the others are upper-case, and dot segments
-    are removed (RFC 3986 section 6.2.2); then slashes are merged, as Envoy's `merge_slashes` does.
+    Percent-encoded characters that need no encoding are decoded, the hex digits of others are in
+    upper case, and dot segments are removed (RFC 3986 section 6.2.2). Then slashes are merged, as
+    by Envoy's `merge_slashes`.
 
     >>> normalize_path("/v1//chat/%2e/x/../complet%69ons%2f")
     '/v1/chat/completions%2F'
@@ -103,7 +106,7 @@ def normalize_path(path: str) -> str:
 
 
 def drop_parameters(path: str) -> str:
-    """A normalized path as servers read it that know path parameters (RFC 3986 section 3.3).
+    """Remove path parameters from a normalized path, as servers that know them do (RFC 3986 section 3.3).
 
     >>> drop_parameters("/v1/chat;a=1/completions;b%3Bc")
     '/v1/chat/completions'
@@ -131,7 +134,7 @@ def _remove_dot_segments(path: str) -> str:
 
 
 def is_too_long(target: str, query: str) -> bool:
-    """Whether a target is too long for a fingerprint; `query` is the part of it to decode."""
+    """Whether a target is too long for a fingerprint; `query` is its part to decode."""
     if len(target) <= MAX_MARKS:
         return False
     return len(target) > MAX_TARGET or query.count("&") > MAX_MARKS or query.count("%") > MAX_MARKS
@@ -156,7 +159,7 @@ def write_head(method: str, path: str, query: str) -> str:
 
 
 def write_crc32(number: int) -> str:
-    """8 hex digits."""
+    """Write a CRC32 as 8 hex digits."""
     return number.to_bytes(4, "big").hex()  # compiled, much faster than formatting
 
 
@@ -194,7 +197,10 @@ def sum_up(text: str) -> int:
 
 
 def hash_tenant(descriptors: str) -> str:
-    """blake2b-64 of the joined descriptors, 16 hex digits. Requests of different tenants never share a key."""
+    """blake2b-64 of the joined descriptors, 16 hex digits.
+
+    Requests of different callers never share a key.
+    """
     return _recall_tenant(descriptors) if len(descriptors) <= _LONGEST_KNOWN else _hash_tenant(descriptors)
 
 

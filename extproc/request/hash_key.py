@@ -1,7 +1,8 @@
-"""The key of hashes that only Loopguard can make: of its notes' marks, and of clients' API keys.
+"""The key of hashes that only Loopguard can make: of the marks in its notes, and of clients' API keys.
 
-All replicas need the same key, or they do not recognize each other's hashes. It comes from a file, or else from the store; see
-`key_sharing`. Without either, each process has a key of its own. The key is never logged or shown.
+All replicas need the same key to recognize each other's hashes. It comes from a file, or else from
+the store; see `key_sharing`. Without either, each process has its own. The key is never logged or
+shown.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ class HashKey:
     """The current key.
 
     Attributes:
-        secret: 32 random bytes. Assign to replace the key between two requests.
+        secret: 32 random bytes. Assign it to replace the key between two requests.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
-        """Use this key, or make one for this process."""
+        """Use this key, or generate one for this process."""
         self.secret = secret if secret is not None else os.urandom(KEY_BYTES)
 
     def start(self, purpose: bytes, size: int) -> blake2b:
-        """A keyed hash to feed (BLAKE2b, RFC 7693 section 2.9).
+        """Start a keyed hash (BLAKE2b, RFC 7693 section 2.9).
 
         Args:
-            purpose: up to 16 bytes, a constant: hashes for one purpose are useless for another.
+            purpose: a constant of up to 16 bytes; hashes for one purpose are useless for another.
             size: length of the hash, in bytes.
         """
         return blake2b(key=self.secret, digest_size=size, person=purpose)
 
     def hide(self, secret: str) -> str:
-        """The hash that is shown in place of a client's secret, 16 hex digits."""
+        """The hash that is shown instead of a client's secret, 16 hex digits."""
         digest = self.start(b"credential", _HIDDEN_BYTES)
         digest.update(secret.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
@@ -61,16 +62,16 @@ class RecordedKey(HashKey):
 
 
 PROCESS_KEY: Final = HashKey()
-"""The key of a process that was not given one."""
+"""The default key, generated for this process."""
 
 
 def read_hash_key(path: str) -> HashKey:
-    """Read the key from a file, or make one for this process if no file is named.
+    """Read the key from a file, or generate one for this process if no file is named.
 
-    The file may contain raw bytes or text, such as hex digits. Line ends behind them do not count.
+    The file may contain raw bytes or text, such as hex digits. Line ends after them are ignored.
 
     Raises:
-        UsageError: the file cannot be read, or does not contain a key.
+        UsageError: the file is unreadable, or does not contain a key.
     """
     if not path:
         return HashKey()

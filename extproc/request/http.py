@@ -23,7 +23,8 @@ from extproc.request.secrets import (
 )
 
 MAX_DESCRIPTOR = 8_192
-"""Maximum length of a descriptor's value, in characters; with a longer one, the request is not counted."""
+"""Maximum length of a descriptor's value, in characters. With a longer one, the request is not
+counted."""
 
 MAX_TOKEN = 32_768
 """Maximum length of a bearer token to decode, in characters; a longer one counts as missing."""
@@ -38,7 +39,10 @@ _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up
 
 
 class Facts:
-    """What is known about a request besides its headers, read only when a policy needs it. This base class knows nothing."""
+    """What is known about a request besides its headers, parsed only when a policy needs it.
+
+    This base class knows nothing.
+    """
 
     def route(self) -> str:
         """Envoy's route name; empty if unknown."""
@@ -53,16 +57,16 @@ class Facts:
         return ""
 
     def identify(self) -> bytes | None:
-        """Bytes that are equal only if all facts are; None if there are none that may outlive the request."""
+        """Bytes that are equal only if all facts are equal; None if no facts may be cached."""
         return None
 
     def let_go(self) -> Facts:
-        """The facts to keep after the policies have read them: only the route, for people."""
+        """The facts to keep after the policies have read them: only the route, for reports."""
         return NO_FACTS
 
 
 class StatedFacts(Facts):
-    """Facts that are given as values."""
+    """Facts given as values."""
 
     def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
         self._route = route
@@ -86,7 +90,9 @@ NO_FACTS = Facts()
 
 
 class HttpRequest:
-    """What Envoy says about one request. Header names are lower-case; the first of repeated headers wins.
+    """One request as Envoy describes it.
+
+    Header names are in lower case; the first of repeated headers wins.
 
     Attributes:
         method: as sent.
@@ -95,10 +101,10 @@ class HttpRequest:
         query: the part after the first `?`.
         authority: `:authority`; empty if missing.
         headers: raw values by lower-case name.
-        facts: what else is known.
-        opens_responses: it opens a WebSocket for model calls; set by the reader of Envoy's message.
-        hash_key: for hashes of its secrets; assign it before a secret is read.
-        vendor_sessions: see `find_vendor_headers`; None until they are read.
+        facts: other facts.
+        opens_responses: it opens a WebSocket for model calls; set by the parser of Envoy's message.
+        hash_key: for hashes of its secrets; set it before reading a secret.
+        vendor_sessions: see `find_vendor_headers`; None until then.
     """
 
     def __init__(
@@ -128,22 +134,22 @@ class HttpRequest:
         self._credentials: list[str] | None = None
 
     def read_header(self, name: str) -> str:
-        """A header's value; empty if missing. Bytes that are not UTF-8 become surrogates."""
+        """A header's value; empty if missing. Invalid UTF-8 becomes surrogates."""
         if name == "host":
             return self.authority
         return self.headers.get(name, b"").decode("utf-8", "surrogateescape")
 
     def read_query(self) -> list[tuple[str, str]]:
-        """The decoded pairs of the query in their order: `+` is a space, blank values are kept.
+        """The decoded pairs of the query in order: `+` is a space, blank values are included.
 
-        Bytes that are not UTF-8 become surrogates, so different bytes stay different. A query that would take too long to read
-        has no pairs.
+        Invalid UTF-8 becomes surrogates, so different bytes stay different. A query that would take
+        too long to read has no pairs.
         """
         if self._pairs is None:
             query = self.query if not is_too_long(self.target, self.query) else ""
             if "%" in query or "+" in query:
                 self._pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
-            else:  # the same result without decoding, which few queries need
+            else:  # the same result, faster
                 parts = (pair.partition("=") for pair in query.split("&") if pair)
                 self._pairs = [(name, value) for name, _, value in parts]
         return self._pairs
@@ -153,7 +159,7 @@ class HttpRequest:
         return next((value for key, value in self.read_query() if key == name), "")
 
     def read_shown_query(self) -> list[tuple[str, str]]:
-        """The pairs of `read_query`, with hashes of secrets."""
+        """The pairs of `read_query`, with secrets hashed."""
         pairs = self.read_query()
         secrets = find_secrets({name for name, _ in pairs})
         if not secrets:
@@ -189,12 +195,15 @@ class HttpRequest:
         return ""
 
     def list_credentials(self) -> list[str]:
-        """The hashes of all credentials, each once, in the order of `list_places`; `read_secret` finds the first."""
+        """The hashes of all credentials, without duplicates, in the order of `list_places`.
+
+        `read_secret` finds the first.
+        """
         if self._credentials is None:
             found: list[str] = []
             for place in list_places(self.path):
                 if place.startswith("header:") and place[7:] not in self.headers:
-                    continue  # as for most places
+                    continue  # most places
                 secret = self.read_secret(place)
                 if secret and secret not in found:
                     found.append(secret)
@@ -203,7 +212,7 @@ class HttpRequest:
 
 
 def cut_text(text: str, length: int) -> str:
-    """Shorten a client's text for people. Invalid UTF-8, which cannot be written, is escaped."""
+    """Shorten a client's text for reports. Invalid UTF-8, which cannot be written, is escaped."""
     if len(text) <= length and text.isascii():
         return text
     return text[:length].encode("utf-8", "backslashreplace").decode()
@@ -212,8 +221,8 @@ def cut_text(text: str, length: int) -> str:
 def opens_websocket(request: HttpRequest) -> bool:
     """Whether the request opens a WebSocket.
 
-    Over HTTP/1.1 that is an upgrade (RFC 6455 section 4.1), over HTTP/2 a CONNECT with a `:protocol` (RFC 8441), which Envoy
-    shows as an upgrade, too.
+    Over HTTP/1.1 that is an upgrade (RFC 6455 section 4.1), over HTTP/2 a CONNECT with a
+    `:protocol` (RFC 8441), which Envoy also shows as an upgrade.
     """
     headers = request.headers
     if "upgrade" not in headers and ":protocol" not in headers:
@@ -226,8 +235,8 @@ def opens_websocket(request: HttpRequest) -> bool:
 def explain_unknowable_body(request: HttpRequest) -> str:
     """Why the request has no body to compare; empty if it may have one.
 
-    The body of an RPC, an upgrade or a tunnel is a stream, which may never end. A body of known length is not a stream, and its
-    bytes show whether it is gRPC.
+    The body of an RPC, an upgrade or a tunnel is a stream that may never end. A body of known
+    length is not a stream, and its bytes show whether it is gRPC.
     """
     if request.opens_responses:
         return RESPONSES_WEBSOCKET
@@ -241,7 +250,7 @@ def explain_unknowable_body(request: HttpRequest) -> str:
 
 
 def is_grpc(request: HttpRequest) -> bool:
-    """Whether the headers are those of gRPC (grpc/doc/PROTOCOL-HTTP2.md): method, content type and `te` together."""
+    """Whether method, content type and `te` are those of gRPC (grpc/doc/PROTOCOL-HTTP2.md)."""
     headers = request.headers
     content_type = headers.get("content-type", b"").lower()
     return (
@@ -253,15 +262,16 @@ def is_grpc(request: HttpRequest) -> bool:
 
 
 class Descriptor(NamedTuple):
-    """One limit key, ready to be read from requests.
+    """One limit key, compiled.
 
     Attributes:
         key: as in the policy.
-        name: in the composite: the part behind the source, lower-case, or the whole key if two names would be equal.
+        name: in the composite: the part after the source, in lower case, or the whole key if two
+            names would be equal.
         source: `jwt`, `header`, `query`, `ip`, `body`, `credential` or `first_of`.
         argument: a claim, header or parameter, a JSON Pointer, or the limit key of a secret.
-        read: takes a request and the argument; returns the request's value (the hash of a secret), empty if there is none or it
-            is in the body.
+        read: takes a request and the argument; returns the request's value, or a secret's hash.
+            Empty if it is missing or in the body.
         parts: the alternatives of `first_of`.
     """
 
@@ -318,7 +328,7 @@ def name_key(key: str | FirstOf) -> str:
 
 
 def order_first_of(limit_keys: Sequence[str]) -> list[str]:
-    """The order in which alternatives are tried: claims, which Envoy has verified, before secrets, which a client chooses."""
+    """The order in which alternatives are tried: claims, which Envoy verifies, before secrets, which clients choose."""
     first = next((place for place, key in enumerate(limit_keys) if is_secret(key)), len(limit_keys))
     later = limit_keys[first:]
     verified = [key for key in later if key.startswith("jwt:")]
@@ -332,14 +342,14 @@ def _compile_first(key: FirstOf) -> Descriptor:
         for part in parts:
             value = part.read(request, part.argument)
             if value:
-                return f"{part.key}:{value}"  # equal values from two sources are two callers
+                return f"{part.key}:{value}"  # equal values of two sources are different callers
         return ""
 
     return Descriptor(key.name, key.name, FIRST_OF, key.name, read, parts)
 
 
 def write_claim(value: object) -> str:
-    """A claim's value as a descriptor: strings unchanged, whole numbers without a fraction, other values only if scalar.
+    """Write a claim's value as a descriptor: strings unchanged, whole numbers without a fraction, others only if scalar.
 
     Envoy passes verified claims as protobuf Structs, in which every number is a double.
     """
@@ -355,7 +365,7 @@ def write_claim(value: object) -> str:
 
 
 def decode_claims(authorization: str) -> dict[str, str]:
-    """The claims of a bearer token, with its signature unchecked; empty if it is not a JWT (RFC 7519 section 7.2)."""
+    """The claims of a bearer token, without verification; empty if it is not a JWT (RFC 7519 section 7.2)."""
     scheme, _, token = authorization.partition(" ")
     parts = token.strip().split(".")
     if scheme.lower() != "bearer" or len(parts) != 3 or len(token) > MAX_TOKEN:  # noqa: PLR2004  # header.payload.signature
@@ -366,6 +376,7 @@ def decode_claims(authorization: str) -> dict[str, str]:
         return {}
     if not isinstance(payload, dict):
         return {}
-    # JSON can contain half a surrogate pair, which cannot be encoded. Its bytes are kept, as in any text that is not UTF-8.
+    # JSON can contain an unpaired surrogate, which cannot be encoded. Its bytes are preserved, as
+    # in any invalid UTF-8.
     texts = {name: write_claim(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
     return {name: text.decode("utf-8", "surrogateescape") for name, text in texts.items() if text}

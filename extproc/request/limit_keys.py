@@ -1,5 +1,5 @@
 """Limit keys: the keys of a bundle that identify a policy's callers."""
-# interpreted: pydantic reads its types at run time, once
+# interpreted: pydantic reads its types at run time
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from extproc.request.secrets import CREDENTIAL
 
 HEADER = "header"
 IP_ADDRESS = "ip:address"
-# Keys that Fairvisor can derive and Loopguard cannot, reported like other parts that are not enforced.
+# Keys that Fairvisor can derive and Loopguard cannot; reported as not enforced.
 UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"})
 
 BODY = "body"
@@ -40,10 +40,10 @@ _SESSION_KEY_PATTERN: dict[str, Any] = {
 
 
 def check_limit_key(value: str) -> str:
-    """Check a limit key, and return it with header names in lower case.
+    """Check a limit key; returns it with header names in lower case.
 
     Raises:
-        ValueError: it is invalid; the message says what would be right.
+        ValueError: it is invalid; the message says what is expected.
     """
     source, _, name = value.partition(":")
     if source.lower() == HEADER:
@@ -114,8 +114,9 @@ class FirstOf(JsonObject):
     """The first of several limit keys that a request has.
 
     Attributes:
-        first_of: limit keys outside the body, those that clients cannot choose first. Claims are tried before credentials.
-        name: the name of the value, which begins with the limit key that it comes from.
+        first_of: limit keys outside the body, those that clients cannot choose first. Claims are
+            tried before credentials.
+        name: the value's name. The value begins with its limit key.
     """
 
     first_of: Annotated[list[HeadKey], Field(min_length=1)]

@@ -1,14 +1,14 @@
-"""Notes for a model, appended to the text of tool results: how they are written, recognized and removed.
+"""Notes for a model, appended to tool results: how they are written, recognized and removed.
 
-Answers in the model's place, which say why a request is refused, are written and recognized in the same way.
+Answers in the model's place, which explain refusals, are written and recognized in the same way.
 
-A note ends in a mark that others cannot forge: 64 bits of a keyed hash (BLAKE2b) of the caller, the user's first words in the
-conversation, and the note's own text. Text with any other mark is not a note, and is left unchanged. A copy of a note hides
-only itself.
+A note ends in a mark that others cannot forge: 64 bits of a keyed hash (BLAKE2b) of the caller, the
+user's first words in the conversation, and the note's own text. Text with any other mark is not a
+note, and stays unchanged. A copy of a note hides only itself.
 
-Except for its text, a note is plain ASCII that all serializers write unchanged, so it can be found in the bytes of a body, even
-after these were decoded and encoded again. The text is compared in decoded form. It contains no quote and no backslash, so a
-note never extends beyond the string at whose end it is.
+The frame of a note is plain ASCII that all serializers write unchanged, so it can be found in the
+bytes of a body, even after the body was decoded and encoded again. The text is compared in decoded
+form. It contains no quote and no backslash, so a note never extends beyond the string that it ends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OPENING: Final = "[~loopguard~ Note from the gateway, not from the tool:"
 ANSWER: Final = "[~loopguard~ Answer from the gateway, not from the model:"
 CLOSING: Final = "~loopguard:"
 END: Final = "~]"
-"""A note's text is between OPENING (an answer's: ANSWER) and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
+"""A note is OPENING (for an answer: ANSWER), the text, CLOSING, the mark in 16 hex digits, and END."""
 
 _SEPARATOR: Final = "\n\n"
 WRITTEN_SEPARATOR: Final = rb"\n\n"
-"""Separates a note from the text before it; also as in a JSON string."""
+"""Separates a note from the text before it; also as written in a JSON string."""
 
 PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy", "cause")
 """Placeholders in an operator's template."""
@@ -43,11 +43,12 @@ _LONGEST: Final = 4_000
 """Maximum length of a note's text, in characters."""
 
 _LONGEST_WRITTEN: Final = 65_536
-"""Maximum length of such a text in bytes, even if escaped several times."""
+"""Maximum length of the text in bytes, even if it is escaped several times."""
 
 _MOST_NOTES: Final = 200
 _MOST_WRITTEN: Final = 262_144
-"""Maximum number of marks, and of bytes of notes, to check in one body, from its end. Any others count as content."""
+"""Maximum number of marks, and of bytes of notes, to check in one body, from its end. Others count
+as content."""
 
 _MOST_CALLERS: Final = 8
 _MOST_LEVELS: Final = 4
@@ -59,10 +60,12 @@ _CLOSING: Final = CLOSING.encode()
 _ANY_OPENING: Final = b"[~loopguard~ "
 _END: Final = END.encode()
 RARE: Final = 0x7E  # a tilde
-"""The second character of a note. It is rare elsewhere, so searching for this byte, which is fastest, is usually enough."""
+"""The second character of a note. It is rare elsewhere, and searching for one byte is fastest, so
+this usually decides."""
 
 _TRIES: Final = 64
-"""After this many of them without a note, search for the whole opening, because a body may consist of them."""
+"""After this many of them without a note, search for the whole opening: a body may be full of
+tildes."""
 
 _OPENINGS: Final = f"(?:{re.escape(OPENING)}|{re.escape(ANSWER)})"
 _FORM: Final = f'{_OPENINGS}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
@@ -72,15 +75,16 @@ _ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
 _OPEN: Final = "\u201c".encode()
 _CLOSE: Final = "\u201d".encode()
 _QUOTED: Final = _OPEN + _CLOSE
-"""What notes usually have beside ASCII, and what most have: one quotation."""
+"""Non-ASCII characters of most notes: one quotation."""
 
 _LAST_DIGITS: Final = bytes.maketrans(b"\x9c\x9d", b"cd")
-"""From the last byte of these quotes (E2 80 9C, E2 80 9D) to the last digit of their escapes (201C, 201D)."""
+"""Maps the last byte of these quotes (E2 80 9C, E2 80 9D) to the last digit of their escapes (201C,
+201D)."""
 
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
-# An item, or a member of an object, that exists only for the note, as `add_notes` writes it and others rewrite it. In these,
-# no separator precedes the note.
+# An item, or a member of an object, that exists only for the note, as `add_notes` writes it or a
+# client rewrites it. It has no separator before the note.
 _TYPE: Final = rb'"type"\s*+:\s*+"(?:input_)?text"\s*+'
 _BEFORE: Final = re.compile(rb'(,\s*+)?(\{\s*+(?:%b,\s*+)?"text"|"(?:content|gateway_note_*+)")\s*+:\s*+"\Z' % _TYPE, re.DOTALL)
 _BEHIND_ITEM: Final = re.compile(rb'"\s*+(?:,\s*+%b)?\}' % _TYPE)
@@ -95,23 +99,24 @@ class Marks:
     """Makes and verifies the marks of notes in one conversation."""
 
     def __init__(self, key: HashKey, callers: Sequence[str], said: bytes) -> None:
-        """Prepare.
+        """Prepare the hashes.
 
         Args:
-            key: the key that all processes share which verify the marks.
-            callers: callers, as policies identify them by the head of a request; notes are made for the first.
+            key: the key shared by all processes that verify the marks.
+            callers: callers, as policies identify them by a request's head; notes are made for the
+                first.
             said: the hash of the user's first words in the conversation; see `hash_words`.
         """
         self._hashes = [_start(key, caller, said) for caller in callers[:_MOST_CALLERS]]
 
     def make(self, text: bytes, *, answer: bool = False) -> str:
-        """The mark of a note, or of an answer, with this text, in UTF-8."""
+        """The mark of a note or answer with this text, in UTF-8."""
         mark = self._hashes[0].copy()
         mark.update(_hash_as(text, answer=answer))
         return mark.hexdigest()
 
     def knows(self, written: bytes, mark: bytes, *, answer: bool = False) -> bool:
-        """Whether a mark is that of a note, or of an answer.
+        """Whether a mark is that of a note or answer.
 
         Args:
             written: its text, as in JSON.
@@ -131,7 +136,10 @@ class Marks:
 
 
 def _hash_as(text: bytes, *, answer: bool) -> bytes:
-    """What is hashed of a text: a note's, which begins with a line end, is never an answer's."""
+    """The input of the hash.
+
+    A note's text begins with a line end, so it never equals an answer's.
+    """
     return _ANSWER + text if answer else text
 
 
@@ -141,7 +149,7 @@ def hash_words(first_words: str) -> bytes:
 
 
 def _leave_out_notes(text: str) -> str:
-    """Remove anything that looks like a note from a text, because the input of marks cannot depend on marks."""
+    """Remove anything that looks like a note, because the input of marks cannot depend on marks."""
     if OPENING not in text and ANSWER not in text:
         return text
     *pieces, last = _SAID.split(text)
@@ -149,7 +157,7 @@ def _leave_out_notes(text: str) -> str:
 
 
 def read_around(text: str) -> str:
-    """The text around what looks like a note or an answer; the whole text if it has none, or several."""
+    """The text around what looks like a note or answer; the whole text if there is none, or several."""
     pieces = _SAID.split(text, 2)
     return "".join(pieces).strip() if len(pieces) == 2 else text  # noqa: PLR2004  # before and behind
 
@@ -162,7 +170,7 @@ def _start(key: HashKey, caller: str, said: bytes) -> blake2b:
 
 
 def _read_text(written: bytes) -> bytes | None:
-    """Decode a text until nothing in it is escaped; None if it is not JSON, or still escaped."""
+    """Unescape a text repeatedly; None if it is not JSON, or is still escaped after `_MOST_LEVELS`."""
     for _ in range(_MOST_LEVELS):
         try:
             written = _decode_text(b'"%b"' % written).encode()
@@ -190,10 +198,13 @@ def frame_answer(text: str, marks: Marks) -> str:
 
 
 def _write_plain(text: str) -> tuple[str, bytes, bool]:
-    """A text without characters that JSON escapes, except line ends; also in UTF-8; and whether all of it is usual."""
-    # Of a text that is not ASCII, `translate` takes ten times as long.
+    """A text without characters that JSON escapes, except line ends.
+
+    Returns the text, the same in UTF-8, and whether all its characters are usual.
+    """
+    # `translate` is ten times slower for non-ASCII text.
     plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(RARE), "-") + "\n"
-    raw = plain.encode("utf-8", "surrogatepass")  # only once: unless it is ASCII, that takes long
+    raw = plain.encode("utf-8", "surrogatepass")  # only once: slow for non-ASCII text
     left = raw.translate(None, _ORDINARY)
     usual = not left or left == _QUOTED or not left.replace(_OPEN, b"").replace(_CLOSE, b"")
     if not usual:
@@ -226,7 +237,7 @@ def _is_answer(note: re.Match[bytes]) -> bool:
 
 
 def quotes_answer(part: bytes, answers: frozenset[bytes]) -> bool:
-    """Whether a part of a body contains one of these answers; in linear time, whatever it consists of."""
+    """Whether a part of a body contains one of these answers; in linear time for any content."""
     place = part.find(_ANSWER)
     while place >= 0:
         found = _WRITTEN.match(part, place)
@@ -266,7 +277,7 @@ def cut_notes(
 
 
 def _find_opening(data: bytes) -> int:
-    """The offset at which the first note may begin; -1 for none."""
+    """The offset at which the first note may begin; -1 if there is none."""
     place = 0
     for _ in range(_TRIES):
         place = data.find(RARE, place + 1)
@@ -276,7 +287,10 @@ def _find_opening(data: bytes) -> int:
 
 
 def _list_written(data: bytes, first: int) -> list[re.Match[bytes]]:
-    """Everything that looks like a note, last first, within the bounds; nothing does before the offset `first`."""
+    """Everything that looks like a note, last first, within the bounds.
+
+    The first may begin at the offset `first`.
+    """
     found: list[re.Match[bytes]] = []
     place, left = len(data), _MOST_WRITTEN
     for _ in range(_MOST_NOTES):
@@ -296,7 +310,7 @@ def _list_written(data: bytes, first: int) -> list[re.Match[bytes]]:
 
 
 def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """The start and end of a note, including anything that was added for it."""
+    """The start and end of a note, including its separator or the item added for it."""
     if data.endswith(WRITTEN_SEPARATOR, 0, start):
         return start - len(WRITTEN_SEPARATOR), end
     before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None

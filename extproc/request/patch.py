@@ -1,11 +1,13 @@
 """Edits a JSON body in a few places, and leaves every other byte unchanged.
 
-A body is edited in parts: what is around its messages, and each message that is changed. A part is JSON by itself, and its
-values are found by their offsets. msgspec finds the length of each value, so no parser of our own has to walk over offsets: a
-bracket, space and a key are followed by a value of known length. Nothing recurses.
+A body is edited in parts: everything around its messages, and each message that changes. A part is
+JSON by itself, and its values are located by offsets. msgspec finds the length of each value, so
+there is no parser here: after a bracket, blanks and a key follows a value of known length. Nothing
+recurses.
 
-A change replaces bytes between two offsets of the body. Each changed part is decoded again and compared with the original, so
-an edit is either correct or not made. All levels of an edit share the units of one reader; see `Inspection`.
+A change replaces bytes between two offsets of the body. Each changed part is decoded again and
+compared with the original, so an edit is either correct or not made. All levels of an edit share
+one reader's units; see `Inspection`.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from msgspec import Raw, ValidationError, json
 from extproc.request.document import INSPECTION, UNITS, NotCounted, NotJson, check_containers, check_members, mend
 
 MAX_BYTES: Final = 2 * 2**20
-"""Maximum length of a body to edit, in bytes: work that is not charged, such as counting brackets, takes 3 ms for it."""
+"""Maximum length of a body to edit, in bytes. Work that is not charged, such as counting brackets,
+takes 3 ms for it."""
 
 _VALUE: Final = 5
 _KIB: Final = 5
-"""Units for a value that is visited or decoded, and for each KiB that is decoded."""
+"""Units for a value that is visited or decoded, and for each KiB decoded."""
 
 _WORTH_WEIGHING: Final = UNITS - UNITS // 3
 _DENSE_BITS: Final = 4
 _ESCAPE_BITS: Final = 3
 _SPACE_BITS: Final = 1
-"""An edit that leaves fewer units is not made in a body that takes up to three times as long for each byte: one of these powers
-of 2 bytes contains, on average, more than one comma or bracket, more than one backslash, or more than one blank."""
+"""If fewer units would be left, a dense body is not edited, because each of its bytes takes up to
+three times as long. A body is dense if it has, on average, more than one comma or bracket, one
+backslash, or one blank in that power of 2 bytes."""
 
 AMBIGUOUS: Final = "ambiguous_body"
 """The reason for a body that two parsers may read differently; no API's client writes one."""
@@ -55,11 +59,11 @@ _NULL: Final = 0x6E
 """Bytes between values, and the first bytes of values."""
 
 _SMALL: Final = 8_192
-"""Values of up to this many bytes are copied, because making a view takes longer."""
+"""Values of up to this many bytes are copied, because creating a view takes longer."""
 
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _COLON: Final = b'": '
-"""What is between key and value in the output of Python's `json`; most other programs write no space."""
+"""Between key and value in the output of Python's `json`; most other programs write no blank."""
 
 _NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
 _END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
@@ -70,17 +74,17 @@ _decode_text: Final = json.Decoder(str).decode
 _decode_raw: Final = json.Decoder(Raw).decode
 
 _Splice = tuple[int, int, bytes]
-"""Replacement for the bytes from an offset to another one."""
+"""A replacement of the bytes between two offsets."""
 
 
 class _Change:
-    """What becomes of a value.
+    """The changes of a value.
 
     Attributes:
         new: the value that replaces it; None if it stays.
-        tail: what is appended to a string, as in JSON.
+        tail: text to append to a string, as in JSON.
         added: new members or elements, each with its key.
-        gone: positions of the members or elements that are removed.
+        gone: positions of the members or elements to remove.
     """
 
     def __init__(self) -> None:
@@ -96,14 +100,15 @@ class Value:
     Attributes:
         part: the part.
         key: the key of an object's member; empty elsewhere.
-        at: the offset in the part at which the member starts, with its key's quote; elsewhere the value's own.
+        at: the offset in the part at which the member starts, with its key's quote; elsewhere the
+            value's own.
         start: the offset at which the value starts.
-        end: the offset behind it.
-        children: its members or elements, in order; None if they were not read.
-        change: what becomes of it; None if it does not change itself.
+        end: the offset after it.
+        children: its members or elements, in order; None if they have not been read.
+        change: its own change, if any.
     """
 
-    # Nothing refers back to what contains it: no garbage collection is needed to free a body.
+    # It has no reference to its parent, so a body is freed without garbage collection.
     def __init__(self, part: Part, key: str, at: int, start: int, end: int) -> None:
         self.part = part
         self.key = key
@@ -136,17 +141,17 @@ class Part:
     """A part of a body that is JSON by itself.
 
     Attributes:
-        text: its bytes, but for unpaired surrogates.
+        text: its bytes, with unpaired surrogates replaced.
     """
 
     def __init__(self, text: bytes, offset: int, gap: int = 0, left_out: int = 0) -> None:
-        """Take bytes of a body.
+        """Create a part.
 
         Args:
-            text: the bytes.
+            text: bytes of the body.
             offset: their offset in the body.
-            gap: the offset in the part at which the body has more bytes.
-            left_out: how many.
+            gap: the offset in the part at which bytes of the body are left out.
+            left_out: the number of these bytes.
         """
         self.text = text
         self._offset = offset
@@ -163,11 +168,12 @@ Pieces = list[bytes | memoryview]
 
 
 class Around(NamedTuple):
-    """What was found around the messages of a body.
+    """The layout of a body around its messages.
 
     Attributes:
         size: the length of the bytes around them.
-        members: the body's members, as the `key`, `at`, `start` and `end` of each value; empty if there are too many to keep.
+        members: the body's members, as the `key`, `at`, `start` and `end` of each value; empty if
+            there are too many to keep.
     """
 
     size: int
@@ -179,7 +185,7 @@ class Patch:
 
     Attributes:
         data: the original bytes.
-        root: the whole value, as far as it is read.
+        root: the whole value.
     """
 
     def __init__(self, data: bytes, messages: tuple[int, int] | None = None, around: Around | None = None) -> None:
@@ -187,12 +193,13 @@ class Patch:
 
         Args:
             data: the body.
-            messages: offsets between which it is known to have nothing but whole elements of a list, all of them JSON. They are
-                not read, except for those that `open_element` opens.
-            around: what was found in another body in which the same bytes, if they are as many, are around the messages.
+            messages: offsets between which it is known to have only whole elements of a list, all
+                valid JSON. They are not read, except those that `open_element` opens.
+            around: the layout of another body with the same bytes around its messages; used if the
+                lengths are equal.
 
         Raises:
-            NotCounted: it is not JSON, or too long, or has a repeated key.
+            NotCounted: it is not JSON, too long, or has a repeated key.
         """
         if len(data) > MAX_BYTES:
             raise NotCounted(_INSPECT_LIMIT)
@@ -211,15 +218,15 @@ class Patch:
         self._roots = [self.root]
         self._changed: list[Value] = []
         if around is not None and around.members and around.size == len(whole.text):
-            self.take(_VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10))  # as if they were read
+            self.take(_VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10))  # charged as if read
             self.root.children = [Value(whole, *member) for member in around.members]
         elif self.is_object(self.root):
-            self._open_object(self.root)  # whose keys need be UTF-8, as those of all objects that are opened
+            self._open_object(self.root)  # this checks that keys are UTF-8
         else:
             self._read(self.root, _decode_raw)
 
     def describe_around(self) -> Around:
-        """What is around the messages, for other bodies in which it is the same."""
+        """The layout around the messages, for other bodies with the same layout."""
         found = self.root.children or []
         members = [(member.key, member.at, member.start, member.end) for member in found] if len(found) <= _MOST_KEPT else []
         return Around(len(self.root.part.text), members)
@@ -228,7 +235,7 @@ class Patch:
         """Charge this many units.
 
         Raises:
-            NotCounted: there are not enough left.
+            NotCounted: not enough are left.
         """
         INSPECTION.take(units)
         if INSPECTION.left < _WORTH_WEIGHING and not self._weighed:
@@ -255,7 +262,7 @@ class Patch:
         return _begins(value, _NULL)
 
     def read_raw(self, value: Value) -> Raw:
-        """The bytes of a value, except for unpaired surrogates."""
+        """The bytes of a value, with unpaired surrogates replaced."""
         return Raw(value.part.text[value.start : value.end])
 
     def read_text(self, value: Value | None) -> str:
@@ -270,7 +277,7 @@ class Patch:
         return text
 
     def open_element(self, start: int, end: int) -> Value:
-        """An element of a list, by its offsets in the body; a change in it is verified without the others."""
+        """An element of a list, by its offsets in the body; changes in it are verified separately."""
         self.take(_VALUE)
         root = Value(Part(self.data[start:end], start), "", 0, 0, end - start)
         self._roots.append(root)
@@ -302,7 +309,7 @@ class Patch:
             for item in items:
                 start = place + (part.text[place] == _COMMA)
                 start += part.text[start] == _BLANK
-                if part.text[start] <= _BLANK or part.text[start] == _COMMA:  # it is written in an unusual way
+                if part.text[start] <= _BLANK or part.text[start] == _COMMA:  # unusual blanks
                     start = _NEXT.match(part.text, place).end()  # type: ignore[union-attr]  # matches everywhere
                 place = start + len(item)
                 value.children.append(Value(part, "", start, start, place))
@@ -311,8 +318,9 @@ class Patch:
     def _open_object(self, value: Value) -> list[Value]:
         """The members of an object, in order.
 
-        A member is found by its bytes behind its key. No JSON value is the beginning of another, except a number, and that
-        would be followed by neither a comma nor the end. Of a repeated key, msgspec returns one value, so bytes are left over.
+        A member is located by its bytes after its key. No JSON value is the beginning of another,
+        except a number, and after that neither a comma nor the end would follow. If a key is
+        repeated, msgspec returns only one of its values, so bytes are left over.
         """
         if value.children is not None:
             return value.children
@@ -322,7 +330,7 @@ class Patch:
         found: list[Value] = []
         quote, colon = b'"', _COLON if text.find(_COLON, place, end) >= 0 else b'":'
         for name, item in fields.items():
-            key = quote + name.encode() + colon  # as most programs write it; what is usual takes a third of the time
+            key = quote + name.encode() + colon  # the usual form, which takes a third of the time
             at, start = place + len(quote) - 1, place + len(key)
             if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
                 match = _KEY.match(text, place, end)
@@ -332,7 +340,7 @@ class Patch:
             place = start + len(item)
             found.append(Value(part, name, at, start, place))
             quote = b', "' if colon is _COLON else b',"'
-        if place + 1 != end and _END.match(text, place, end) is None:  # only a bracket is left, or also space
+        if place + 1 != end and _END.match(text, place, end) is None:  # more than blanks and a bracket is left
             raise NotCounted(AMBIGUOUS)
         value.children = found
         return found
@@ -355,7 +363,7 @@ class Patch:
 
         Raises:
             NotCounted: it is not JSON, or too large.
-            ValidationError: it is of another type than expected.
+            ValidationError: it has another type than expected.
         """
         self.take(_VALUE + (len(raw) * _KIB >> 10))
         try:
@@ -368,25 +376,28 @@ class Patch:
     # --- changing
 
     def extend(self, text: Value, tail: bytes) -> None:
-        """Append to a string; the tail is as in JSON."""
+        """Append to a string; `tail` is written as in JSON."""
         self._mark(text).tail = tail
 
     def append(self, value: Value, text: bytes, key: str = "") -> None:
-        """Append an element to a list that was opened, or a member with that key to an object."""
+        """Append an element to an opened list, or a member with that key to an object."""
         self._mark(value).added.append((key, text))
 
     def replace(self, value: Value, text: bytes) -> None:
-        """Replace a value, unless it is the same."""
+        """Replace a value, unless it is equal."""
         if text != value.part.text[value.start : value.end]:
             self._mark(value).new = text
 
     def remove(self, value: Value, gone: Collection[int]) -> None:
-        """Remove members of an object, or elements of a list, by their indexes. Call this only once for each value."""
+        """Remove members of an object, or elements of a list, by their indexes.
+
+        Call this only once per value.
+        """
         if gone:
             self._mark(value).gone = gone
 
     def change(self, value: Value, changes: Mapping[str, bytes | None]) -> None:
-        """Set, add or (None) remove members of an object. Call this only once for each object."""
+        """Set, add or (None) remove members of an object. Call this only once per object."""
         members = self._open_object(value)
         fields = {member.key: member for member in members}
         self.remove(value, {place for place, member in enumerate(members) if changes.get(member.key, b"") is None})
@@ -397,18 +408,18 @@ class Patch:
                 self.append(value, text, key)
 
     def count_changes(self) -> int:
-        """The number of values that change."""
+        """The number of changed values."""
         return len(self._changed)
 
     def _mark(self, value: Value) -> _Change:
-        """The change of a value, which is new if it had none."""
+        """The change of a value, created if missing."""
         if value.change is None:
             value.change = _Change()
             self._changed.append(value)
         return value.change
 
     def foresee(self, values: Sequence[Value]) -> None:
-        """Check that units are left to verify changes of these values, before more is spent on them; raises NotCounted."""
+        """Check that enough units are left to verify changes of these values, before spending more; raises NotCounted."""
         costs: dict[Part, int] = {}
         for value in values:
             at, size = [root for root in self._roots if root.part is value.part][0], 0  # noqa: RUF015  # compiled, it is a list anyway
@@ -422,10 +433,12 @@ class Patch:
             raise NotCounted(_INSPECT_LIMIT)
 
     def apply(self) -> Pieces:
-        """Apply all changes, which must not overlap. Joined, the pieces are the new body; only one if nothing changes.
+        """Apply all changes, which must not overlap.
+
+        The pieces are the new body; a single one if nothing changes.
 
         Raises:
-            NotCounted: they would change anything else, or this is too expensive to check.
+            NotCounted: anything else would change, or checking this is too expensive.
         """
         splices: list[_Splice] = []
         for root in self._roots:
@@ -443,7 +456,7 @@ class Patch:
         return _splice(self.data, splices) if splices else [self.data]
 
     def _verify(self, root: Value, text: bytes, starts: list[int]) -> None:
-        """Check, by decoding its new text, that only the intended values of a part have changed: those that start there."""
+        """Check, by decoding its new text, that only the values of a part that start at `starts` have changed."""
         left: list[tuple[Value, bytes]] = [(root, text)]
         try:
             while left:
@@ -462,7 +475,10 @@ class Patch:
             raise NotCounted(UNVERIFIED) from None
 
     def _compare(self, value: Value, new: bytes, starts: list[int], left: list[tuple[Value, bytes]]) -> bool:
-        """Whether an object or a list has the expected members; members with changes inside are added to `left`."""
+        """Whether an object or list has the expected members.
+
+        Members with changes inside are appended to `left`.
+        """
         kept, added = value.children or [], list[tuple[str, bytes]]()
         if value.change is not None:
             gone, added = value.change.gone, value.change.added
@@ -488,7 +504,7 @@ class Patch:
 
 def _begins(value: Value, byte: int) -> bool:
     text = value.part.text
-    return value.start < len(text) and text[value.start] == byte  # the whole value may be empty
+    return value.start < len(text) and text[value.start] == byte  # the body may be empty
 
 
 def _is_dense(data: bytes) -> bool:
@@ -520,7 +536,7 @@ def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Spl
 
 
 def _splice(data: bytes, splices: Sequence[_Splice]) -> Pieces:
-    """Bytes with replacements, which are in order, in pieces that are not copied."""
+    """Apply replacements, which are in order; the pieces are not copied."""
     whole = memoryview(data)
     pieces: Pieces = []
     start = 0

@@ -1,4 +1,4 @@
-"""Quotes names that clients and models choose, for sentences that a model reads: bounded, and unable to carry instructions."""
+"""Quotes names that clients and models choose, for messages to a model: bounded, and unable to carry instructions."""
 
 from __future__ import annotations
 

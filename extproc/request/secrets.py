@@ -1,8 +1,11 @@
-"""Where requests contain secrets, such as API keys. Outside a request, only keyed hashes of these exist.
+"""Which parts of a request are secrets, such as API keys.
 
-Gateways and SDKs invent names for credentials, so no list of names is complete. A header or parameter is a secret if its name
-says so: one of its words is, or ends in, key, token, secret, auth, cookie, password, credential or the like. A value that is
-needlessly hashed does no harm, so in doubt it is a secret. Names of APIs' own places count whatever they say.
+Outside a request, only keyed hashes of them exist.
+
+Gateways and SDKs invent names for credentials, so no list of names is complete. A header or
+parameter is a secret if one of the words in its name is, or ends in, key, token, secret, auth,
+cookie, password, credential or the like. Hashing too much does no harm, so doubtful names are
+secrets. So are the places that APIs define, whatever their names.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ CREDENTIAL: Final = "credential"
 """The limit key for the secret of a request, wherever it is."""
 
 ANYWHERE: Final[list[str]] = []
-"""Limit keys for the places of secrets of any API, in the order in which they are tried; `apis` fills it."""
+"""Limit keys of the places of secrets in any API, in the order in which they are tried; filled by
+`apis`."""
 
 OWN_PLACES: Final[list[tuple[Callable[[str], object], list[str]]]] = []
-"""Functions that recognize an API by its path, and limit keys for the places of its requests' secrets; `apis` fills it."""
+"""Functions that recognize an API by its path, each with limit keys of its secrets' places; filled
+by `apis`."""
 
 _ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
 _SCHEMES = frozenset({"bearer", "basic"})
@@ -42,11 +47,14 @@ _SAYS_SECRET = re.compile(
 
 
 _HINT = re.compile("auth|key|token|secret|cookie|credential|pass|bearer|jwt|pwd|sig")
-"""A part of every such name."""
+"""Every such name contains one of these."""
 
 
 def find_secrets(names: AbstractSet[str]) -> set[str]:
-    """Those of a query's names that say so. Few queries have any, and a client may send thousands of names."""
+    """The names in a query that say they are secrets.
+
+    Few queries have any, but a client may send thousands of names.
+    """
     if _HINT.search(" ".join(names).lower()) is None:
         return set()
     return {name for name in names if says_secret(name)}
@@ -64,7 +72,7 @@ def says_secret(name: str) -> bool:
 
 
 def is_secret(limit_key: str) -> bool:
-    """Whether the value of a limit key is a secret, which is compared only by its hash."""
+    """Whether the value of a limit key is a secret, to be compared only by its hash."""
     source, _, name = limit_key.partition(":")
     if source in {"header", "query"}:
         return says_secret(name) or limit_key in ANYWHERE
@@ -85,10 +93,11 @@ def list_places(path: str) -> list[str]:
 
 
 def extract_secret(value: str, header: str = "authorization") -> str:
-    """The secret in a header's value: everything but the scheme (RFC 9110 section 11.4); empty if there is nothing else.
+    """The secret in a header's value: everything except the scheme (RFC 9110 section 11.4); empty if there is nothing else.
 
-    Only headers for authorization have schemes, but some clients send the most usual ones in any header.
-    For AWS signatures, which change with every request, it is the access key id (Signature Version 4, `Credential=`).
+    Only headers for authorization have schemes, but some clients send the usual ones in any header.
+    For AWS signatures, which change with every request, it is the access key id (Signature Version
+    4, `Credential=`).
 
     >>> extract_secret("Bearer sk-1")
     'sk-1'
