@@ -1,10 +1,10 @@
-"""The APIs that agents call: one file for each, found by its `API`.
+"""The APIs that agents call: one file for each, with an `API`.
 
-No other module names an API; `api.Api` describes what such a file contains. Shared modules are `conversation` and its parts
-(`messages`, `contents`), `locate` and `places` for edits, `usage` and `api`. Contents and lists of tools are read in the same
-way for all APIs, because gateways mix them.
+No other module names an API; `api.Api` describes the content of such a file. Shared modules are
+`conversation` and its parts (`messages`, `contents`), `locate` and `places` for edits, `usage` and
+`api`. Contents and tool lists are read in the same way for all APIs, because gateways mix them.
 """
-# interpreted: finds the files once; the rest runs only for refusals
+# interpreted: finds the files at start; the rest runs only for refusals
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from extproc.request.secrets import ANYWHERE, OWN_PLACES
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 APIS: Final[list[Api]] = sorted([file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None)
-"""The default API, which many programs speak, is first: its conversations are tried first. Its keys are tried last, because
-other APIs have them, too."""
+"""The default API, which many programs speak, is first, so its conversations are tried first. Its
+keys are tried last, because other APIs have them, too."""
 
 for _api in APIS:
     READERS.update(_api.blocks)
@@ -53,7 +53,7 @@ count_copies: Final = _SHAPES.count_copies
 read_options: Final = _SHAPES.read_options
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
-"""Paths at which a body may have a list of messages, oldest first."""
+"""Paths of keys at which a body may have a list of messages, oldest first."""
 
 TOOL_WORDS: Final = ToolWords(*[reduce(or_, words) for words in zip(*[api.tool_words for api in APIS], strict=True)])
 _TOOLS: Final = ToolReader(TOOL_WORDS)
@@ -61,7 +61,7 @@ read_tools: Final = _TOOLS.read
 find_hints: Final = _TOOLS.find_hints
 may_declare: Final = _TOOLS.may_declare
 TOOL_LISTS: Final[dict[str, list[ToolList]]] = {}
-"""Lists of tools by the key of the conversation beside which they are declared."""
+"""Tool lists by the key of the conversation beside which they are declared."""
 
 for _list in [tool_list for api in APIS for tool_list in api.tool_lists]:
     TOOL_LISTS.setdefault(_list.beside, []).append(_list)
@@ -69,16 +69,17 @@ for _list in [tool_list for api in APIS for tool_list in api.tool_lists]:
 COUNT_PLACES: Final = {
     name: list(dict.fromkeys([place for api in APIS for place in api.counts.get(name, ())])) for name in COUNTS
 }
-"""Where responses report token counts. If one is reported several times, the last one counts, because streams add to it."""
+"""Where responses report token counts. If one is reported several times, the last one wins, because
+streams report running totals."""
 
 EVENT_OBJECTS: Final = sorted({place for api in APIS for place in api.events}, key=lambda place: (-place.count("."), place))
-"""Objects with counts in the events of a stream, in their order: those at the start of a response, then those at its end."""
+"""Objects with counts in a stream's events, in order: first those at the start of a response."""
 
 MODEL_PLACES: Final = list(dict.fromkeys([place for api in APIS for place in api.answered_by]))
 """Where responses name the model."""
 
 STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_documents]
-"""Parts of paths whose responses are one JSON document streamed in pieces."""
+"""Parts of paths whose responses are one JSON document, streamed in pieces."""
 
 ERROR_MARKS: Final = [
     spelled.encode() for api in APIS for mark in api.error_marks for spelled in (mark, mark.replace(":", ": ", 1))
@@ -102,25 +103,26 @@ for _api in APIS:
         OWN_PLACES.extend([(re.compile(pattern).search, _own) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
-_COMPLETING: Final[dict[str, list[str]]] = {}  # by the name of an API, patterns of paths on which a model answers
+_COMPLETING: Final[dict[str, list[str]]] = {}  # API name to patterns of paths on which a model answers
 for _api in APIS:
     _COMPLETING.setdefault(_api.name, []).extend([pattern for pattern, endpoint in _api.paths.items() if endpoint.complete])
-_COMPLETING.pop("")  # of protocols that no model speaks
+_COMPLETING.pop("")  # protocols without models
 API_NAMES: Final = sorted(_COMPLETING)
 _NAMED: Final = [
     (name, re.compile("|".join(patterns).replace(r"\Z", r"/?\Z")).search) for name, patterns in _COMPLETING.items()
 ]
 
 SAMPLES: Final = {name: [path for api in APIS if api.name == name for path in api.samples] for name in API_NAMES}
-"""Paths on which clients call an API, by its name."""
+"""Example paths of each API's calls."""
 
 _AMBIGUOUS: Final = re.compile(r"[;\\#]|%(?:00|23|25|3B|3F|5C)", re.IGNORECASE).search
 _MOST_PATHS: Final = 128
-"""Paths that are known. Without them, the benchmark's rows about session limits, and about turns, take up to 80 % longer."""
+"""Number of cached paths. Without the cache, the benchmark's rows about session limits, and about
+turns, take up to 80 % longer."""
 
 
 def find_endpoint(question: Question) -> Endpoint:
-    """The endpoint of a request, which determines how it is answered; the default API's if the request is not recognized."""
+    """The endpoint of a request, which determines the format of answers; the default API's if the request is unknown."""
     request = question.request
     content_type = request.headers.get("content-type", b"")
     for match, endpoint in _CONTENT_TYPES:
@@ -139,16 +141,18 @@ def find_endpoint(question: Question) -> Endpoint:
 
 
 class PathFacts(NamedTuple):
-    """What the path of a request says about it.
+    """What the path of a request tells about it.
 
     Attributes:
-        api: the name of the API whose model answers on the path, whatever the path begins with; empty for none.
+        api: the name of the API whose model answers on the path, with any prefix; empty if there is
+            none.
         takes_choice: see `Endpoint`.
         websocket: an API accepts calls over a WebSocket on the path.
         asks_model: a model may answer; false if the API only counts tokens.
-        prefills: the model continues an assistant's message at the end of a request.
-        ask_usage: see `Endpoint`; None for none.
-        longest_answers: see `Api`; of the APIs with such a path, empty if it is unknown or ambiguous.
+        prefills: the model continues an assistant message at the end of a request.
+        ask_usage: see `Endpoint`.
+        longest_answers: see `Api`, for the APIs with such a path; empty if it is unknown or
+            ambiguous.
     """
 
     api: str
@@ -161,13 +165,19 @@ class PathFacts(NamedTuple):
 
 
 def read_path(path: str) -> PathFacts:
-    """What a path says. Patterns look at the end of a path, so only the end of a very long one is read."""
+    """What a path tells.
+
+    Patterns match the end of a path, so only the end of a very long one is read.
+    """
     return _read_path(path[-MAX_TARGET:])
 
 
 @lru_cache(_MOST_PATHS)
 def _read_path(path: str) -> PathFacts:
-    """What a path says. Servers that know path parameters read `x:generate;:count` as `x:generate`, so it is ambiguous."""
+    """What a path tells.
+
+    `x:generate;:count` is ambiguous: servers that know path parameters read `x:generate`.
+    """
     ambiguous = _AMBIGUOUS(path) is not None
     apis = [api for api in APIS if not ambiguous and any(re.search(pattern, path) for pattern in api.paths)]
     endpoints = [endpoint for search, endpoint in _PATHS if search(path)]
@@ -183,19 +193,22 @@ def _read_path(path: str) -> PathFacts:
 
 
 def write_regex(name: str) -> str:
-    """The whole paths of an API on which a model answers, as an expression that Python and Envoy's RE2 read alike."""
+    """Matches whole paths of an API on which a model answers; Python and Envoy's RE2 read it alike."""
     patterns = [pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]]
-    start = commonprefix(patterns)  # noqa: RUF071  # of texts; Envoy before 1.40 takes at most 100 instructions
+    start = commonprefix(patterns)  # noqa: RUF071  # of strings; Envoy before 1.40 accepts at most 100 instructions
     return f".*{start}(?:{'|'.join([pattern.removeprefix(start) for pattern in patterns])})/?"
 
 
 def write_header_regex(name: str) -> str:
-    """The same for Envoy's `:path`, which has the query."""
+    """The same for Envoy's `:path`, which includes the query."""
     return rf"{write_regex(name)}(?:\?.*)?"
 
 
 def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
-    """See `Api.public_id`, of one of these APIs that clients may call on this path, or below it unless `exact`; else empty."""
+    """The `Api.public_id` of one of these APIs that clients may call on this path; else empty.
+
+    Unless `exact`, paths below this one count, too.
+    """
     for api in APIS:
         if api.public_id and api.name in apis:
             known = any(re.search(pattern, path) for pattern in api.paths)
@@ -206,5 +219,5 @@ def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
 
 
 def list_models(model: str) -> list[str]:
-    """The names of a model, the given one first."""
+    """All names of a model, the given one first."""
     return list(dict.fromkeys([model, *[name for api in APIS for name in api.list_models(model)]]))

@@ -1,5 +1,5 @@
-"""Anthropic's messages, as in its own API and in Vertex AI: calls, results and thoughts are blocks of a message's content."""
-# interpreted: writes refusals, where json takes the time; reads what msgspec decoded
+"""Anthropic's messages, in its own API and in Vertex AI: calls, results and thoughts are blocks of a message's content."""
+# interpreted: little work besides json and msgspec
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_error(refusal: Refusal, _: Question) -> Framed:
 
 
 def complete(completion: Completion, question: Question) -> Framed | None:
-    """A message, or the events that stream it."""
+    """A message, or the events of its stream."""
     if question.body is None or not completion.model:
         return None
     if question.read("stream") is True:
@@ -93,7 +93,7 @@ def write_events(completion: Completion) -> Iterator[dict[str, Any]]:
 
 
 def _hold_calls(patch: Patch, fields: Fields, changes: Changes, _path: str) -> Changes:
-    """See `ToolList.hold`; the switch is a member of the choice."""
+    """See `ToolList.hold`. The switch is a member of the tool choice."""
     choice = fields.get(_CHOICE)
     if _CHOICE in changes or choice is None or not patch.is_object(choice):
         return {**changes, _CHOICE: b'{"type":"auto","%b":true}' % _SWITCH.encode()}
@@ -116,7 +116,7 @@ API = Api(
         r"/v1/messages/": Endpoint(write_error),
         r"/publishers/anthropic/models/[^/:]+:(?:rawPredict|streamRawPredict)\Z": _MESSAGES,
     },
-    # Of Anthropic, of gateways, and of Vertex AI.
+    # Anthropic, gateways, Vertex AI.
     samples=(
         "/v1/messages",
         "/anthropic/v1/messages",
@@ -149,7 +149,7 @@ API = Api(
     ),
     counts={
         "input": ("usage.input_tokens", "message.usage.input_tokens"),
-        # Not message.usage.output_tokens, which is reported at the start of a message, before any output.
+        # Not message.usage.output_tokens, which is reported before any output.
         "output": ("usage.output_tokens",),
         "cache_read": ("usage.cache_read_input_tokens", "message.usage.cache_read_input_tokens"),
         "cache_write": ("usage.cache_creation_input_tokens", "message.usage.cache_creation_input_tokens"),

@@ -1,5 +1,5 @@
 """The record in which each API's file describes the API."""
-# interpreted: writes refusals, where json takes the time; msgspec makes a Struct at run time
+# interpreted: little work besides json; msgspec creates a Struct at run time
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _LONGEST_VALUE = 4_096
 """Maximum length of a value to read, in bytes; relevant values are short."""
 
 _MOST_VALUES = 1_000_000
-"""Maximum number of values in a body to read: skipping this many takes 10 ms."""
+"""Maximum number of values in a body to read. Skipping this many takes 10 ms."""
 
 ASKED: Final[set[str]] = {"model"}
-"""Keys of a body on which answers depend; all others are skipped. Every API adds its own."""
+"""Keys of a body that answers depend on; all others are skipped. Each API adds its own."""
 
 
 @cache
 def _make_decoder() -> Callable[[bytes | memoryview], msgspec.Struct]:
-    """Make a decoder for all of ASKED. Values stay raw, because clients send anything."""
+    """A decoder for all of ASKED. Values stay raw, because clients may send anything."""
     asked = [(key, msgspec.Raw, msgspec.Raw()) for key in sorted(ASKED)]
     return msgspec.json.Decoder(msgspec.defstruct("Asked", asked, gc=False)).decode
 
 
 class Question:
-    """The parts of a request on which the answer depends.
+    """The parts of a request that the answer depends on.
 
     Attributes:
         request: the request without its body.
-        body: the body's keys in ASKED; None if it cannot be read or is not a JSON object.
+        body: the body's keys in ASKED; None if it is unreadable or not a JSON object.
     """
 
     def __init__(self, request: HttpRequest, content: bytes | memoryview | None) -> None:
@@ -89,14 +89,14 @@ def _read_body(content: bytes | memoryview) -> msgspec.Struct | None:
 
 
 class Refusal(NamedTuple):
-    """A refusal, for an API to write.
+    """A refusal, to be written in an API's format.
 
     Attributes:
         status: HTTP status.
-        message: text for models and people; contains the code, because some SDKs show nothing else.
+        message: for models and people; contains the code, because some SDKs show only the message.
         reason: as in `X-Fairvisor-Reason`.
         code: for programs.
-        detail: more for clients that know Loopguard; empty for none.
+        detail: more, for clients that know Loopguard; may be empty.
     """
 
     status: int
@@ -123,7 +123,7 @@ class Completion(NamedTuple):
 
 
 Changes = dict[str, bytes | None]
-"""New values of an object's members; None removes one."""
+"""New values of an object's members; None removes a member."""
 
 
 class Endpoint(NamedTuple):
@@ -131,14 +131,14 @@ class Endpoint(NamedTuple):
 
     Attributes:
         write_error: writes a refusal as an error of the API.
-        complete: writes an answer of the model, whole or streamed as requested; returns None if this is unknown. None if no
-            model answers here with a text.
-        takes_choice: the API applies a tool choice; otherwise, only removing a tool keeps the model from calling it.
+        complete: writes an answer of the model, streamed if requested; returns None if the format
+            is unknown. None if no model answers here with text.
+        takes_choice: the API supports tool choices; otherwise, only removing a tool prevents calls.
         websocket: calls are also accepted over a WebSocket on the same path.
-        asks_model: a model answers; otherwise, tokens are counted.
-        ask_usage: asks for the usage of a stream, given the body and its members; returns changes to these. None if streams
-            report usage anyway, or never.
-        prefills: the model continues an assistant's message at the end.
+        asks_model: a model answers; otherwise, tokens are only counted.
+        ask_usage: asks for the usage of a stream, given the body and its members; returns changes
+            to them. None if streams always or never report usage.
+        prefills: the model continues an assistant message at the end.
     """
 
     write_error: Callable[[Refusal, Question], Framed]
@@ -151,7 +151,7 @@ class Endpoint(NamedTuple):
 
 
 class ToolsLeft(Enum):
-    """What is left of the tools in a list."""
+    """Which tools of a list are left."""
 
     SAME = "all stay"
     FEWER = "some stay"
@@ -160,24 +160,26 @@ class ToolsLeft(Enum):
 
 
 class ToolList(NamedTuple):
-    """A list of tools that a body declares, and beside it the choice among them (such as `tools` and `tool_choice`).
+    """A list of tools that a body declares, and the tool choice beside it (such as `tools` and `tool_choice`).
 
     Attributes:
-        beside: key of the conversation beside which both are; empty for a body without one.
+        beside: key of the conversation beside them; empty for a body without one.
         tools: key of the list.
-        choice: key of the choice.
+        choice: key of the tool choice.
         none: JSON of the choice that forbids all tools; empty if the API has none.
         auto: JSON of the choice that leaves it to the model.
-        call: bytes that every body with a call in its history has, if the API refuses such a body without tools and has no
-            choice `none`; else empty.
-        holder: key of an object, beside the conversation, that contains list and choice; empty for none.
-        wraps: the conversation's key contains an object with all three: conversation, list and choice.
-        owns: returns whether an entry is in this API's format, given its `type` and members, if other APIs use the same key;
-            None to accept all entries.
-        choose: edits the choice, given the body, the members beside it, the state of the tools, and the names of removed tools;
-            returns other changes beside it. None if the choice is a tool, a list of tools, or a mode.
-        hold: limits an answer to one call, given the body, the members beside the list, changes to these, and the path;
-            returns all changes. None if the API has no such switch.
+        call: bytes that every body with a call in its history contains, if the API has no choice
+            `none` and refuses such a body without tools; else empty.
+        holder: key of an object beside the conversation that contains list and choice; may be
+            empty.
+        wraps: the conversation's key contains an object with conversation, list and choice.
+        owns: returns whether an entry has this API's format, given its `type` and members; needed
+            if several APIs use the same key. None accepts all entries.
+        choose: edits the choice, given the body, the members beside it, the state of the tools, and
+            the names of removed tools; returns other changes beside it. None if the choice is a
+            tool, a list of tools, or a mode.
+        hold: limits an answer to one call, given the body, the members beside the list, changes to
+            them, and the path; returns all changes. None if the API has no such switch.
     """
 
     beside: str
@@ -194,19 +196,21 @@ class ToolList(NamedTuple):
 
 
 class ToolWords(NamedTuple):
-    """An API's words in lists of tools. All lists are read with the words of all APIs, because gateways mix them.
+    """An API's words in tool lists.
+
+    All lists are read with the words of all APIs, because gateways mix them.
 
     Attributes:
         wrappers: keys of an object that contains the tool's name.
         lists: keys of an entry that contain a list of tools.
         groups: types of entries that are lists of tools, each with the key of its list.
-        servers: types, or keys, of entries for servers, whose tools are not declared individually.
+        servers: types or keys of entries for servers, whose tools are not declared individually.
         others: keys of an entry that are not tools.
         modes: types of choices that name no tool.
         allowed: types of choices that list tools.
         kept: keys of a choice that apply to any tool: a choice with one is edited, not replaced.
         called: names in calls of tools that are declared by another name.
-        schemas: keys of a tool that hold the JSON schema of its arguments.
+        schemas: keys of a tool that contain the JSON schema of its arguments.
     """
 
     wrappers: frozenset[str] = frozenset()
@@ -224,32 +228,36 @@ class ToolWords(NamedTuple):
 class Api(NamedTuple):
     """One API; patterns are regular expressions, which must take linear time.
 
-    An endpoint is found by content type, path, header, then key of the body; the first match counts.
+    An endpoint is found by content type, path, header, then key of the body; the first match wins.
 
     Attributes:
-        default: endpoint for requests whose API is not recognized; exactly one API has it, and is tried last.
+        default: endpoint for requests of unknown APIs; exactly one API has it, and is tried last.
         content_types: endpoints by patterns of the `content-type`, for any path.
-        name: as in `apis` of a selector; files of one name are one API to it.
-        paths: endpoints by patterns, which are searched for in the path.
+        name: as in `apis` of a selector; files with the same name are one API there.
+        paths: endpoints by patterns that are searched for in the path.
         samples: paths of client calls, one for each form.
-        headers: endpoints by names of headers that only clients of this API send.
-        keys: endpoints by keys that a body has.
+        headers: endpoints by headers that only clients of this API send.
+        keys: endpoints by keys of the body.
         asked: further keys of bodies that `write_error` and `complete` read.
         shapes: formats of conversations in bodies.
-        blocks: readers for blocks of a content, by `type` or by the one key that names the block.
+        blocks: readers for content blocks, by `type` or by the one key that names the block.
         locators: functions that find a place for a note in such blocks.
         tool_lists: where tools are declared.
         tool_words: the API's words in these lists.
         models: functions that find the model in a path, each by a word that such paths contain.
         list_models: returns other names of a model, for prices, longest first.
-        counts: places of token counts in responses, as keys joined by dots, by the names in `usage.COUNTS`.
-        events: the objects in events of a stream that contain counts.
+        counts: places of token counts in responses, as keys joined by dots, by the names in
+            `usage.COUNTS`.
+        events: objects with counts in a stream's events.
         answered_by: where responses name the model.
-        streamed_documents: parts of paths whose responses are one JSON document streamed in pieces.
-        credentials: where clients send their secret, as limit keys; the first that a request has counts.
-        public_id: what signed requests show in place of a secret, in words; empty if clients always send a secret.
+        streamed_documents: parts of paths whose responses are one JSON document, streamed in
+            pieces.
+        credentials: where clients send their secret, as limit keys; the first that a request has
+            wins.
+        public_id: what identifies signed requests instead of a secret; empty if clients always send
+            a secret.
         gateways: parts of the paths under which gateways offer such an API, in lower case.
-        error_marks: a member, as compact JSON, by which a message marks a result as an error.
+        error_marks: a member, as compact JSON, that marks a result as an error.
         longest_answers: where bodies limit the tokens of an answer, as keys joined by dots.
         copies: where bodies ask for several answers: a number, or a list of prompts.
     """
@@ -301,7 +309,7 @@ def frame_events(events: Iterable[str | Mapping[str, Any]], *, named: bool = Fal
     """All server-sent events of a stream in one response.
 
     Args:
-        events: the data of each event; texts are sent unchanged.
+        events: the data of each event; strings are sent unchanged.
         named: name each event by its `type`.
     """
     lines = []

@@ -1,5 +1,5 @@
 """Amazon Bedrock's runtime: Converse, whose `messages` have blocks named by their only key, and models' own formats."""
-# interpreted: writes refusals, where json takes the time; reads what msgspec decoded
+# interpreted: little work besides json and msgspec
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODEL = "/model/"
 _OPERATIONS = frozenset(
     {"converse", "converse-stream", "invoke", "invoke-with-response-stream", "invoke-with-bidirectional-stream", "count-tokens"}
 )
-"""What follows `/model/ID/` in a path."""
+"""The end of a path, after `/model/ID/`."""
 
 _ARN = "arn:"
 _GEOGRAPHY = re.compile(r"\A(?:us|eu|apac|jp|au|ca|us-gov|global)\.(?=[a-z0-9-]+\.)")
@@ -77,7 +77,7 @@ _AROUND = 16
 """Length of an event's two length fields and two checksums, in bytes."""
 
 _STRING = 7
-"""The type of a header with a text value."""
+"""The type of a header with a string value."""
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
@@ -105,7 +105,7 @@ def complete_in_pieces(completion: Completion, _: Question) -> Framed:
 
 
 def complete_as_model(completion: Completion, question: Question) -> Framed | None:
-    """A response of InvokeModel for Anthropic's models; other models have formats of their own."""
+    """A response of InvokeModel for Anthropic's models; other models have their own formats."""
     return frame_json(200, anthropic.make_message(completion)) if question.has("anthropic_version") else None
 
 
@@ -123,7 +123,7 @@ def _frame_event_stream(events: Iterable[tuple[str, Mapping[str, Any]]]) -> Fram
 
 
 def _encode(name: str, event: Mapping[str, Any]) -> bytes:
-    """Encode lengths, their checksum, headers, the event, and the checksum of all of these."""
+    """Encode lengths, their checksum, headers, the event, and the checksum of all these."""
     pairs = ((":event-type", name), (":content-type", JSON), (":message-type", "event"))
     headers = b"".join(
         bytes([len(key)]) + key.encode() + bytes([_STRING]) + len(value).to_bytes(2, "big") + value.encode()
@@ -150,7 +150,7 @@ API = Api(
         rf"{_PATH}invoke-with-response-stream\Z": Endpoint(write_error, complete_as_model_in_pieces),
         rf"{_PATH}count-tokens\Z": Endpoint(write_error, asks_model=False),
     },
-    # Of AWS, and of gateways.
+    # AWS, gateways.
     samples=(
         "/model/x/converse",
         "/model/x/converse-stream",

@@ -1,7 +1,7 @@
 """Reads the contents of messages and results: texts, tool calls, results and others.
 
-Thoughts of a model (`thinking`, `reasoning`) are always left out. Comparisons also leave out values that differ each time: ids,
-and `cache_control`, which clients move from message to message.
+A model's thoughts (`thinking`, `reasoning`) are always skipped. Comparisons also skip values that
+differ each time: ids, and `cache_control`, which clients move from message to message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from extproc.request.document import (
 )
 from extproc.request.fingerprint import NO_BODY
 
-_CACHE_CONTROL: Final = ("*", "cache_control")  # for results, whose ids and states are content
+_CACHE_CONTROL: Final = ("*", "cache_control")  # for results; their ids and states are content
 _NEVER_COMPARED: Final[tuple[tuple[str, ...], ...]] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
 
 _NULL: Final = b"null"
@@ -40,7 +40,7 @@ _LONGEST_TAG: Final = 256
 
 _FEW_MEMBERS: Final = 5
 _MEMBER: Final = 2
-"""Number of members of most blocks, and units that each member of a larger one takes."""
+"""Number of members of most blocks, and units per member of a larger one."""
 
 _NEWS: Final = (
     "result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
@@ -54,14 +54,15 @@ Block = dict[str, Json]
 Reader = Callable[[Block], Part | None]
 
 READERS: Final[dict[str, Reader]] = {}
-"""Readers of blocks, by `type` or by the one key that names the block; None means a thought. Every API adds its own."""
+"""Readers of blocks, by `type` or by the one key that names the block; None means a thought. Each
+API adds its own."""
 
 
 def read_content(content: Raw) -> list[Part]:
     """The parts in the content of a message or of a tool's result.
 
     Raises:
-        NotCounted: it cannot be read, or is too large.
+        NotCounted: it is unreadable or too large.
     """
     if not is_given(content):
         return []
@@ -83,7 +84,10 @@ def read_content(content: Raw) -> list[Part]:
 
 
 def _read_values(content: Json) -> list[Part]:
-    """The parts of a value that is not a list of objects; a list that starts with other values, such as tokens, is one part."""
+    """The parts of a value that is not a list of objects.
+
+    A list of other values, such as tokens, is one part.
+    """
     if not isinstance(content, list) or (content and not isinstance(content[0], str | dict)):
         return [Part(OTHER, content)]
     walk(len(content))
@@ -146,10 +150,12 @@ def is_given(value: Raw) -> bool:
 
 
 def read_arguments(value: Json) -> Json:
-    """A call's arguments as a value. OpenAI sends them as JSON in a string, others as plain JSON.
+    """A call's arguments as a value.
+
+    OpenAI sends them as JSON in a string, others as plain JSON.
 
     Raises:
-        NotCounted: they cannot be read, or are too large.
+        NotCounted: they are unreadable or too large.
     """
     value = open_value(value)
     if not isinstance(value, str):
@@ -159,11 +165,11 @@ def read_arguments(value: Json) -> Json:
     try:
         return decode_json(value)
     except NotJson:
-        return value.strip() or {}  # some clients send nothing for no arguments
+        return value.strip() or {}  # some clients send an empty string
 
 
 def read_result(value: Json) -> str:
-    """A tool's result as text: texts are joined, other values are in canonical spelling."""
+    """A tool's result as text: texts are joined, other values are canonical JSON."""
     value = open_value(value)
     if isinstance(value, str):
         return value.strip()
@@ -181,7 +187,7 @@ def read_result(value: Json) -> str:
 
 
 def _read_one(item: Json) -> str | None:
-    """The text in an element of a result; None if it is something else."""
+    """The text in an element of a result; None for anything else."""
     if isinstance(item, dict):
         kind = item.get("type", "text")
         item = item.get("text") if isinstance(kind, str) and kind in _TEXTS else None
@@ -192,12 +198,15 @@ _TEXTS: Final = frozenset({"text", "input_text", "output_text"})
 
 
 def name_other(value: Json) -> bytes:
-    """A short digest of a value that is not text, such as an image. Equal digests mean equal values apart from ids."""
+    """A short digest of a value that is not text, such as an image.
+
+    Equal digests mean equal values, ids aside.
+    """
     value = open_value(value)
     ignored = _NEVER_COMPARED
     if isinstance(value, dict):
         value = {name: open_value(item) for name, item in value.items()}
-        if value.get("type") == "item_reference":  # consists only of its id
+        if value.get("type") == "item_reference":  # has only an id
             ignored = ()
     sums = NO_BODY.plus(write_canonical(value, ignored))
     return b"%d-%08x%08x" % (sums.length, sums.crc32, sums.adler32)
@@ -207,7 +216,7 @@ def list_texts(parts: list[Part]) -> list[str]:
     """The texts among the parts of a message.
 
     Raises:
-        NotCounted: one of them cannot be read.
+        NotCounted: one of them is unreadable.
     """
     texts = [open_value(part.value) for part in parts if part.kind == TEXT]
     return [text for text in texts if isinstance(text, str)]
@@ -216,7 +225,8 @@ def list_texts(parts: list[Part]) -> list[str]:
 def is_injected(text: str) -> bool:
     """Whether a text beside a result consists of elements of the agent's own harness, such as `<system-reminder>`.
 
-    Elements named after something that comes back, or after a speaker, are not the harness's: `<browser_state>`, `<feedback>`.
+    Elements named after a result or a speaker, such as `<browser_state>` and `<feedback>`, are not
+    the harness's.
     """
     tags = find_wrappers(text)
     return bool(tags) and not any(word in tag.lower() for tag in tags for word in _NEWS)

@@ -1,16 +1,19 @@
-"""A conversation of any API: who says what, and whether the server keeps earlier messages.
+"""A conversation of any API: who says what, and whether the server stores earlier messages.
 
-One pass over a body splits it into messages without decoding their contents. A message is decoded only when it is read, and
-most messages of a long history never are. Each API's file describes the shape of its conversations.
+One pass over a body splits it into messages without decoding their contents. A message is decoded
+when it is read, and most messages of a long history never are. Each API's file describes the shape
+of its conversations.
 
-What a message says is worked out once, see `MessageFacts`. A client sends its history again with each request, longer by a
-turn, so the newest body of each conversation is cached, with the facts of its messages. The key is everything before the
-assistant's first message; the messages behind it are compared byte by byte, up to the first difference, and only the rest is
-decoded. Messages behind a difference are looked up by their bytes, wherever they stood. The bytes behind the newest message,
-which often are a long list of tools, are compared with those of the body before. What is cached depends only on bytes that are
-equal, so it does not matter which client sent them, and every reader takes the units that the same bytes took at first.
+Facts about a message are computed once; see `MessageFacts`. A client sends its history with each
+request, longer by one turn, so the newest body of each conversation is cached with the facts of its
+messages. The cache's key is everything before the first assistant message. The messages after it
+are compared byte by byte; from the first difference on, the body is decoded. Messages after a
+difference are looked up by their bytes, at any place. The bytes after the newest message, often a
+long list of tools, are compared with those of the earlier body. Cached values depend only on equal
+bytes, so it does not matter which client sent them, and each reader is charged the units that the
+same bytes took at first.
 
-To edit a body, `locate` finds the same parts by their offsets.
+For edits, `locate` finds the same parts by their offsets.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ _MAX_OLDEST: Final = 100
 
 TOOLS: Final = "tools"
 NO_TOOLS: Final = "no tools"
-"""Whether a request offers its model tools."""
+"""Whether a request offers tools."""
 
 TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
 _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
@@ -72,42 +75,45 @@ _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 
 _LONGEST_NOTHING: Final = 8
 MAX_OPTION: Final = 10_000_000
-"""Larger numbers of tokens and of answers count as this, so that sums stay exact."""
+"""Maximum of a number of tokens or answers; sums stay exact."""
 
 _MOST_DIGITS: Final = 400
 _split: Final = json.Decoder(list[Raw]).decode
 _LONGEST_OPTIONS: Final = 4_096
-"""Maximum length of an object with options, in bytes; only short ones are read."""
+"""Maximum length of an object with options to read, in bytes."""
 
 ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
 _MOST_BYTES: Final = read_memory().messages * 3 // 8
 _MOST_FACTS: Final = read_memory().messages // 8
-"""Sizes of each of two generations of the caches of conversations and of single messages, in bytes."""
+"""Maximum size in bytes of one generation of the caches of conversations and of messages."""
 
 _MESSAGE_BYTES: Final = 1_200
-"""Average memory of a message's facts. The assistant's take nearly all of it, for two calls and what came back."""
+"""Average memory of a message's facts. Nearly all of it is for assistant messages, with two calls
+and their results."""
 
 _LONGEST_KEY: Final = 512
-"""Longer messages, in bytes, are looked up by a keyed hash, so that clients cannot make two messages with the same one."""
+"""Longer messages, in bytes, are looked up by a keyed hash, so that clients cannot construct
+collisions."""
 
 _OPENS: Final = b"{"
 _decode_raws: Final = json.Decoder(list[Raw]).decode
 _END: Final = re.compile(rb"[ \t\r\n]*\]")
 
 _NEW: Final = f"new messages {os.urandom(16).hex()}"
-"""A key for the messages to decode, which is secret so that no body contains it."""
+"""A key for the messages to decode. It is random, so no body contains it."""
 
 _KEY: Final = os.urandom(64)
-"""Of the hashes by which messages are looked up."""
+"""The key of the hashes of messages."""
 
 
 class Before(NamedTuple):
-    """The part of the conversation that a body does not show as messages.
+    """The part of the conversation that a body does not contain as messages.
 
     Attributes:
-        after: reference to what the request continues (a response, a message, a conversation) in canonical spelling, or empty.
+        after: canonical reference to what the request continues (a response, message or
+            conversation); may be empty.
         open_ended: the server appends to a conversation whose end only the server knows.
         in_words: earlier turns, if any, are in the text of the messages.
     """
@@ -118,19 +124,19 @@ class Before(NamedTuple):
 
 
 NOTHING_BEFORE: Final = Before()
-"""For a body that shows its whole history."""
+"""For a body that contains its whole history."""
 
 
 _OBJECTS: Final = (Struct, dict)
 
 
 def know_nothing(_: Json) -> Before:
-    """`look_back` of an API whose requests show their whole history."""
+    """`look_back` of an API whose requests contain their whole history."""
     return NOTHING_BEFORE
 
 
 def name_by_role(message: Any) -> str:  # noqa: ANN401  # a struct with a role
-    """`name_speaker` of an API whose messages say all by their role."""
+    """`name_speaker` of an API in which the role identifies the speaker."""
     role: str | None = message.role
     return ASSISTANT if role in ASSISTANTS else role or OTHER_ROLE
 
@@ -143,25 +149,31 @@ def take_list(value: Json) -> Sequence[Json]:
 
 
 class Shape:
-    """How one API writes a conversation; never changed.
+    """The format of conversations in one API; immutable.
 
     Attributes:
         path: keys that lead to the messages.
-        body: a struct of the relevant keys of a body; all but the first on the path are `Raw`.
+        body: a struct of the relevant keys of a body; all except the first on the path are `Raw`.
         message: a struct of the relevant keys of a message; each needs a default.
         decode: decodes a message.
-        name_speaker: returns who says a message: ASSISTANT, USER, TOOL or another; empty for a thought, which is skipped.
-        read: returns the parts of a message, in order; raises NotCounted if it cannot be read or is too large.
-        find_raw: returns the raw value with a message's text and calls; ABSENT if these are in several places.
+        name_speaker: returns a message's speaker: ASSISTANT, USER, TOOL or another; empty for a
+            thought, which is skipped.
+        read: returns the parts of a message, in order; raises NotCounted if it is unreadable or too
+            large.
+        find_raw: returns the raw value with a message's text and calls; ABSENT if these are in
+            several places.
         take: returns the messages in the value at the end of the path; None if that is a list.
-        joins: returns whether a message is a call that belongs together with adjacent calls, made at once; None if each
-            message is separate.
-        look_back: returns what a body says about earlier messages; None if every request shows its whole history.
-        refers: returns whether a message of the assistant's only refers to one that the server keeps; None if none does.
-        marks_prefill: returns whether a body marks the assistant's message at its end as the start of the answer; None if no
-            body does.
-        locate: returns where a note can be put into a message of an edited body; None if no note can be put there.
-        mark: what each body with a message of the assistant's has in it, outside of texts; empty if nothing is known of bodies.
+        joins: returns whether a message is a call that forms one message with adjacent parallel
+            calls; None if each message is separate.
+        look_back: returns what a body tells about earlier messages; None if every request contains
+            its whole history.
+        refers: returns whether an assistant message only refers to one on the server; None if none
+            does.
+        marks_prefill: returns whether a body marks the assistant message at its end as the start of
+            the answer; None if no body does.
+        locate: returns places for a note in a message of an edited body; None if there are none.
+        mark: bytes, outside of texts, in each body with an assistant message; empty turns off
+            caching.
         fallback: other APIs use the key for something else, so those are tried first.
     """
 
@@ -202,7 +214,7 @@ class Shape:
         self._start = sha256(_KEY + self._name).copy  # takes half the time of BLAKE2
 
     def make_facts(self, value: Any) -> MessageFacts:  # noqa: ANN401  # a struct of this shape
-        """The facts of a message. At first, only those that divide a conversation into turns are known."""
+        """The facts of a message: at first, only those that divide a conversation into turns."""
         speaker = self.name_speaker(value)
         if speaker != ASSISTANT:
             return MessageFacts(speaker)
@@ -210,10 +222,10 @@ class Shape:
         return MessageFacts(speaker, joins is not None and joins(value), refers is not None and refers(value))
 
     def find_facts(self, raw: Raw) -> MessageFacts:
-        """The facts of a message by its bytes, which may be cached.
+        """The facts of a message by its bytes; they may be cached.
 
         Raises:
-            ValueError: it is no object, or has other types than expected.
+            ValueError: it is not an object, or has other types than expected.
         """
         if len(raw) <= _LONGEST_KEY:
             key = self._name + bytes(raw)
@@ -229,18 +241,18 @@ class Shape:
 
 
 class MessageFacts:
-    """What is known of one message, worked out on demand and never changed.
+    """Facts about one message, computed lazily and then immutable.
 
-    Nothing depends on more than its bytes and its API, but for records that say what else they are of: the arguments that
-    a policy ignores, and the messages beside it.
+    They depend only on the message's bytes and its API. Readers that depend on more (ignored
+    arguments, adjacent messages) store that with their result.
 
     Attributes:
-        speaker: who says it; empty for a thought.
+        speaker: the speaker; empty for a thought.
         joins: see `Shape`.
         refers: see `Shape`.
-        spoken: what `chain.py` reads in it; None if unknown.
-        action: what `turn.py` reads in it; None if unknown.
-        result: what `turn.py` reads in the messages behind it; None if unknown.
+        spoken: the result of `chain.py`; None if unknown.
+        action: the action that `turn.py` reads; None if unknown.
+        result: what `turn.py` reads in the messages after it; None if unknown.
     """
 
     def __init__(self, speaker: str, joins: bool = False, refers: bool = False) -> None:  # noqa: FBT001, FBT002  # a record
@@ -253,19 +265,19 @@ class MessageFacts:
 
 
 class Beside:
-    """What a body has beside its messages.
+    """The content of a body beside its messages.
 
     Attributes:
         body: a struct of all shapes' keys.
         behind: the bytes from the end of the newest message on.
-        size: length of these bytes, and of the values of keys that are kept.
-        hints: a tool may say whether it only reads.
-        declares: some tools, and whether one of them may be declared; None if that is unknown.
-        around: what an edit has found in the bytes around the messages; None if it is unknown.
+        size: length of these bytes plus all raw values.
+        hints: a tool may have a read-only hint.
+        declares: some tools, and whether one of them may be declared; None if unknown.
+        around: the layout around the messages, for edits; None if unknown.
     """
 
     def __init__(self, body: Any, behind: bytes) -> None:  # noqa: ANN401  # made at run time
-        """Take a struct, which then keeps no more of the request's bytes than it needs, and the bytes behind the messages."""
+        """Copies raw fields so that the body can be freed."""
         self.body = body
         self.behind = behind
         self.size = len(behind)
@@ -280,13 +292,14 @@ class Beside:
 
 
 class Group:
-    """A message of the assistant's, or calls that were made at once, and the messages behind it; never changed.
+    """A turn: an assistant message or parallel calls, and the messages after it; immutable.
 
     Attributes:
-        start: index of the assistant's first message; -1 if the server keeps it, and for messages in a text.
-        place: index of its last one.
-        end: index behind the last message.
-        answered: someone says something behind it; else no request ended here.
+        start: index of the first assistant message; -1 if the server stores it, and for messages in
+            a text.
+        place: index of the last one.
+        end: index after the last message.
+        answered: other messages follow; otherwise no request ended here.
         facts: those of the first message; None if it has no index.
     """
 
@@ -299,25 +312,27 @@ class Group:
 
 
 class KnownBody:
-    """The newest body of a conversation; never changed. A body that continues it shares its lists, and appends to them.
+    """The newest body of a conversation; immutable.
+
+    A body that continues it shares its lists, and appends to them.
 
     Attributes:
         data: the body.
-        head: everything before the assistant's first message.
+        head: everything before the first assistant message.
         count: number of messages; the lists may be longer.
-        starts: offset of a message's first byte in the body.
-        ends: offset of the byte behind it.
-        facts: its facts.
+        starts: offset of each message in the body.
+        ends: offset after each message.
+        facts: facts of each message.
         groups: the turns, oldest first, without the newest, which a longer body may continue.
-        grouped: number of these.
+        grouped: number of these turns.
         newest: the newest turn; None if there is none.
-        said: the hash of the user's first words, if the head has them; empty if unknown.
-        transcript: what `chain.py` reads in the first messages, or all; None if unknown.
-        beside: what the body has beside them.
+        said: the hash of the user's first words, if the head contains them; empty if unknown.
+        transcript: what `chain.py` has read in the first messages, or in all; None if unknown.
+        beside: the content of the body beside its messages.
     """
 
     def __init__(self, data: bytes, head: bytes, earlier: KnownBody | None, count: int) -> None:
-        """Take this many messages of an earlier body with the same head."""
+        """Start with the first `count` messages of an earlier body with the same head."""
         self.data = data
         self.head = head
         self.count = count
@@ -369,12 +384,12 @@ class KnownBody:
         return self.groups[self.grouped - number] if number <= self.grouped else None
 
     def count_equal(self, data: bytes) -> int:
-        """The number of messages with which another body with this head begins."""
+        """The number of leading messages that equal those of another body with this head."""
         own, count = self.data, self.count
-        if data.startswith(own[: self.ends[count - 1]]):  # usually: the conversation has grown
+        if data.startswith(own[: self.ends[count - 1]]):  # the usual case: the conversation has grown
             return count
         low, start = 0, len(self.head)
-        while low < count:  # the bytes up to `start` are equal, and so are the first `low` messages
+        while low < count:  # invariant: equal up to `start`, which ends message `low` - 1
             middle = (low + count) // 2
             end = self.ends[middle]
             if end > start and data[start:end] != own[start:end]:
@@ -383,26 +398,29 @@ class KnownBody:
                 low, start = middle + 1, max(start, end)
         return low
 
-    def add(  # noqa: PLR0913  # what messages are, and where they may be known from
+    def add(  # noqa: PLR0913  # the messages and their cache
         self, data: bytes, at: int, raws: list[Raw], shape: Shape, earlier: KnownBody | None, *, is_new: bool
     ) -> dict[int, Any]:
-        """Add messages of the body.
+        """Append messages of the body.
 
-        Hashing all messages takes as long as decoding them, so they are only looked up where something may be known.
+        Hashing a message takes as long as decoding it, so messages are only looked up if some may
+        be cached.
 
         Args:
             data: the body.
-            at: offset behind the messages before them, so that only spaces and commas are between there and the first.
+            at: offset after the previous message, with only blanks and commas before the next.
             raws: the messages.
             shape: their shape.
-            earlier: an earlier body with other messages at this place, so that they are looked up; None if there is none.
-            is_new: no body with this head is known: if the assistant's first message is, the others are looked up as well.
+            earlier: an earlier body with other messages here, so these are looked up; None if there
+                is none.
+            is_new: no body with this head is cached. If the first assistant message is, others are
+                looked up, too.
 
         Returns:
             the messages as structs of the shape, by index, except those whose facts were looked up.
 
         Raises:
-            ValueError: a message is no object, or has other types than expected.
+            ValueError: a message is not an object, or has other types than expected.
         """
         first, opened, looks = len(self.head), dict[int, Any](), earlier is not None
         for place, raw in enumerate(raws, self.count):
@@ -433,9 +451,9 @@ class KnownBody:
         return self.data.startswith(raw, self.starts[place])
 
     def keeps_spoken(self, earlier: KnownBody, count: int) -> bool:
-        """Whether all messages of an earlier body are here, and at most results and later words of users have changed.
+        """Whether all messages of an earlier body are here, except changed results and later words of users.
 
-        `count`: number of messages that are known to be the same, from the first one on.
+        `count`: number of leading messages that are known to be equal.
         """
         if self.count < earlier.count:
             return False
@@ -454,30 +472,31 @@ def _measure(_: int, known: KnownBody) -> int:
 
 
 _BODIES: Final[Memo[int, KnownBody]] = Memo(_MOST_BYTES, _measure)
-"""The cache of conversations, by length and CRC32 of everything before the assistant's first message. A client that can forge
-the CRC32 of another one's can also send the same, which replaces what is cached as well. Without it, the benchmark's row
-"agents that grow, turns vs. decoding" gets 70 % worse."""
+"""The cache of conversations, by length and CRC32 of everything before the first assistant message.
+A client that can forge another's CRC32 gains nothing: it could send the same bytes and replace the
+entry anyway. Without the cache, the benchmark's row "agents that grow, turns vs. decoding" gets 70
+% worse."""
 
 _FACTS: Final[Memo[bytes, MessageFacts]] = Memo(_MOST_FACTS, lambda key, _: len(key) + _MESSAGE_BYTES)
-"""The cache of messages, by API and bytes. Only clients that change their history get here: their heads, or older messages.
-With neither of the two caches, that row takes 2.5 times as long as with this one."""
+"""The cache of messages, by API and bytes, for clients that change their history: its head or older
+messages. With neither of the two caches, that row takes 2.5 times as long as with this one."""
 
 
 class Message:
-    """One message, which is read on demand.
+    """One message, read lazily.
 
     Attributes:
         shape: see `Shape`.
-        speaker: who says it.
+        speaker: the speaker.
         place: index among the messages.
-        joined: calls before it that were made at once with it, newest first.
-        units: units that it took to read its parts, see `Inspection`; 0 if they were not read.
+        joined: earlier calls that were made in parallel with it, newest first.
+        units: units for reading its parts, see `Inspection`; 0 if they have not been read.
     """
 
     def __init__(
         self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
     ) -> None:
-        """Refer to a message of a conversation; without one, `parts` are the message, which is part of another one."""
+        """A message of a conversation; without one, `parts` are the message, which is part of another message."""
         self.shape = shape
         self.speaker = speaker
         self.place = place
@@ -492,11 +511,11 @@ class Message:
         return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
 
     def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
-        """Make messages from parts of its text, given as speakers and texts."""
+        """Create messages from parts of its text, given as speakers and texts."""
         return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]
 
     def join(self, older: Message) -> None:
-        """Add the preceding call, which was made at once with this one."""
+        """Add the preceding call, which was made in parallel."""
         if self.joined is None:
             self.joined = []
         self.joined.append(older)
@@ -505,7 +524,7 @@ class Message:
         """The message's parts, in order.
 
         Raises:
-            NotCounted: it cannot be read, or is too large.
+            NotCounted: it is unreadable or too large.
         """
         parts = self._parts
         if parts is None:
@@ -520,20 +539,21 @@ class Message:
         return parts
 
     def take_parts(self) -> list[Part]:
-        """Like `read_parts`, but takes the units even if they were read before."""
+        """Like `read_parts`, but charges the units even if the parts have been read."""
         if self._parts is not None:
             INSPECTION.take(self.units)
         return self.read_parts()
 
     def list_values(self) -> list[Any]:
-        """The message's value, and those of the calls that were made at once with it."""
+        """The values of the message and of parallel calls."""
         return [*[message.value for message in (self.joined or [])[::-1]], self.value]
 
     def find_whole(self, document: Document) -> Json:
-        """The whole message; ABSENT if it says nothing.
+        """The whole message; ABSENT if it has no content.
 
         Args:
-            document: the document that contains it. It refers to the conversation, which must therefore not refer to it.
+            document: the document that contains it. It refers to the conversation, which must
+                therefore not refer to it.
 
         Raises:
             NotCounted: the body is not JSON, or too large.
@@ -553,21 +573,21 @@ class Conversation:
         body: a struct of the keys of all shapes.
         model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
-        known: these messages as they are cached; None if they are not.
+        known: these messages in the cache; None if they are not cached.
         transcript: the result of `read_transcript`, or its exception.
-        prefilled: the newest message is known to be the start of the answer, so it is no turn.
+        prefilled: the newest message is the start of the answer, and therefore not a turn.
     """
 
     def __init__(  # noqa: PLR0913  # a record
         self,
         shape: Shape,
-        body: Any,  # noqa: ANN401  # of all keys
+        body: Any,  # noqa: ANN401  # all keys
         messages: Sequence[Any],
         opened: dict[int, Any],
         known: KnownBody | None = None,
         data: bytes = b"",
     ) -> None:
-        """Store the messages of a body: structs of the shape, by index, or else values if the whole body was decoded."""
+        """`messages` are structs of the shape by index, or values if the whole body was decoded."""
         self.body = body
         self._data = data
         self._first_words: str | None = None
@@ -586,26 +606,26 @@ class Conversation:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
+        """Whether earlier turns are not in the messages: the server stores them, or a plain prompt contains them."""
         return bool(self.before.after) or self.before.in_words
 
     @property
     def shows_lists(self) -> bool:
-        """Whether the keys that are read include all lists of tools."""
+        """Whether the keys that are read include all tool lists."""
         return len(self.shape.path) == 1
 
     def find_offer(self) -> str:
-        """Whether the request offers tools: `TOOLS` or `NO_TOOLS`; empty if unknown."""
+        """`TOOLS` or `NO_TOOLS`, whichever the request offers; empty if unknown."""
         if not self.shows_lists:
             return ""
         if _holds_any(_get_tools(self.body)):
             return TOOLS
-        if self.before.after or _holds_any(_get_kept_tools(self.body)):  # a server that keeps the history may keep the tools
+        if self.before.after or _holds_any(_get_kept_tools(self.body)):  # a server that stores the history may store the tools
             return ""
         return NO_TOOLS
 
     def find_field(self, key: str) -> Raw | None:
-        """The raw value of a key of the body, ABSENT if missing; None for a key that is skipped."""
+        """The raw value of a body's key; ABSENT if missing, None for a key that is skipped."""
         found = getattr(self.body, key, None)
         return found if type(found) is Raw else None
 
@@ -617,7 +637,7 @@ class Conversation:
         """The user's first words; empty if none of the first messages is a user's text.
 
         Raises:
-            NotCounted: one of them cannot be read.
+            NotCounted: one of them is unreadable.
         """
         if self._first_words is None:
             self._first_words = self._find_first_words()[0]
@@ -635,7 +655,10 @@ class Conversation:
         return said
 
     def _find_first_words(self) -> tuple[str, int]:
-        """The user's first words, and the place of their message; they may be cached, so they take no units of the caller."""
+        """The user's first words, and their message's place.
+
+        They may be cached, so the caller is not charged.
+        """
         left = INSPECTION.left
         INSPECTION.begin()
         try:
@@ -651,7 +674,9 @@ class Conversation:
         return "", 0
 
     def list_spoken(self) -> list[tuple[str, Any]]:
-        """Speakers and their messages, oldest first and without thoughts, as structs of the shape. Calls stay separate.
+        """Speakers and messages as structs, oldest first, without thoughts.
+
+        Parallel calls stay separate.
 
         Raises:
             NotCounted: there are too many messages.
@@ -659,7 +684,7 @@ class Conversation:
         return [(speaker, self.open_message(place)) for place, speaker in enumerate(self.list_speakers()) if speaker]
 
     def list_speakers(self) -> list[str]:
-        """The speaker of each message, the oldest first; empty for a thought.
+        """The speaker of each message, oldest first; empty for a thought.
 
         Raises:
             NotCounted: there are too many messages.
@@ -679,14 +704,14 @@ class Conversation:
         return found
 
     def list_facts(self, start: int, end: int) -> list[MessageFacts]:
-        """The facts of messages from one place to before another."""
+        """The facts of messages from one place up to another."""
         return self.known.facts[start:end] if self.known is not None else [self.find_facts(at) for at in range(start, end)]
 
     def is_prefilled(self) -> bool:
-        """Whether the newest message is the assistant's, so that the model has to continue it.
+        """Whether the newest message is the assistant's, so that the model must continue it.
 
         Raises:
-            NotCounted: that message cannot be read.
+            NotCounted: that message is unreadable.
         """
         for place in range(self._count - 1, -1, -1):
             speaker = self.find_facts(place).speaker
@@ -700,7 +725,7 @@ class Conversation:
         return marks is not None and marks(self.body, self.open_message(self._count - 1))
 
     def read_backwards(self) -> Iterator[Message]:
-        """The messages from the newest to the oldest, without thoughts; calls that were made at once are one message.
+        """The messages from the newest to the oldest, without thoughts; parallel calls are one message.
 
         Raises:
             NotCounted: there are too many.
@@ -748,7 +773,9 @@ class Conversation:
         return groups[number]
 
     def open_newest(self) -> Message | None:
-        """The newest message that is no prefill; calls that were made at once are one message. None if there is none.
+        """The newest message that is not a prefill; parallel calls are one message.
+
+        None if there is none.
 
         Raises:
             NotCounted: there are too many.
@@ -765,7 +792,7 @@ class Conversation:
         return None
 
     def open_group(self, start: int, place: int) -> Message:
-        """The message at a place, with the calls from a place before it on that were made at once."""
+        """The message at a place, joined with parallel calls from `start` on."""
         message = Message(self.shape, self.find_facts(place).speaker, place, self)
         for older in range(place - 1, start - 1, -1):
             if self.find_facts(older).joins:
@@ -773,14 +800,14 @@ class Conversation:
         return message
 
     def read_once(self, place: int) -> list[Part]:
-        """Like `read_parts`, for a reader who keeps what it finds: the parts are not stored."""
+        """Like `read_parts`, for a reader that caches its own result: the parts are not stored."""
         return self.read_parts(place) if place in self._read else self.shape.read(self.open_message(place))
 
     def read_parts(self, place: int) -> list[Part]:
-        """The parts of the message at a place. They are read only once, but take as many units each time.
+        """The parts of the message at a place. They are read once, but charged each time.
 
         Raises:
-            NotCounted: it cannot be read, or is too large.
+            NotCounted: it is unreadable or too large.
         """
         found = self._read.get(place)
         if found is not None:
@@ -792,7 +819,7 @@ class Conversation:
         return parts
 
     def check_count(self) -> None:
-        """Check the number of messages; raises NotCounted if there are too many."""
+        """Raise NotCounted if there are too many messages."""
         if self._count > MAX_STEPS:
             raise NotCounted("inspect_limit")
 
@@ -816,12 +843,12 @@ class Conversation:
 
 
 class Options(NamedTuple):
-    """What a request says about its answer.
+    """A request's options for its answer.
 
     Attributes:
-        longest: number of tokens that it allows; 0 if it does not say.
-        copies: number of answers that it asks for.
-        model: empty for none.
+        longest: maximum number of tokens; 0 if it sets none.
+        copies: number of answers.
+        model: the model; may be empty.
     """
 
     longest: int
@@ -850,10 +877,10 @@ class Shapes:
         self._known = [_KnownShape(shape, self._body) for shape in self.shapes if shape.mark]
 
     def open_conversation(self, document: Document) -> Conversation:
-        """The conversation in a body, in the first shape that matches; all callers share it.
+        """The conversation in a body, in the first shape that matches; shared by all callers.
 
         Raises:
-            NotCounted: there is none, or it cannot be read.
+            NotCounted: there is none, or it is unreadable.
         """
         found: Conversation | NotCounted | None = document.conversation
         if found is None:
@@ -863,7 +890,7 @@ class Shapes:
             except NotCounted as failure:
                 found = failure.renew()
             document.conversation = found
-        INSPECTION.begin()  # behind it, or the first reader would pay for all
+        INSPECTION.begin()  # afterwards, or the first reader would be charged for all
         if isinstance(found, NotCounted):
             raise found.renew()
         return found
@@ -871,11 +898,12 @@ class Shapes:
     def hash_first_words(self, document: Document) -> bytes:
         """The hash of the user's first words, for the marks of notes; see `hash_words`.
 
-        If it is cached, the conversation is not opened: with notes, nothing else reads it. So a body that is ambiguous behind
-        the assistant's first message may get the hash of the conversation that begins like it.
+        If it is cached, the conversation is not opened, because with notes in it nothing else reads
+        it. So a body that is ambiguous after the first assistant message may get the hash of the
+        conversation that begins like it.
 
         Raises:
-            NotCounted: there is no conversation, or it cannot be read.
+            NotCounted: there is no conversation, or it is unreadable.
         """
         if document.conversation is None:
             data = document.data()
@@ -886,21 +914,21 @@ class Shapes:
         return self.open_conversation(document).hash_first_words()
 
     def find_longest_answer(self, conversation: Conversation) -> int:
-        """The number of tokens that a request allows for its answer, at any of these places; 0 if it does not say."""
+        """The largest number of tokens that a request allows for an answer; 0 if it sets none."""
         longest = 0
         for _, keys in self._longest_answers:
             longest = max(longest, _read_number(conversation.body, keys, lenient=False))
         return longest
 
     def read_options(self, document: Document, places: frozenset[str]) -> Options:
-        """What a request says about its answer, also if there is no conversation in it.
+        """A request's options for its answer, even if it contains no conversation.
 
         Args:
             document: its body.
-            places: the only ones at which the length of an answer is read; empty for all that are known.
+            places: where to read the length of an answer; empty for all known places.
 
         Raises:
-            NotCounted: it cannot be read.
+            NotCounted: it is unreadable.
         """
         try:
             conversation = self.open_conversation(document)
@@ -937,7 +965,7 @@ class Shapes:
                 found = known.open_conversation(data, opens)
                 if found is not None:
                     return found
-                break  # hardly any body has lists of two shapes, and it can be long
+                break  # hardly any body has lists of two shapes
         try:
             body = value = decode_json(data, self._decode)
         except ValidationError:
@@ -951,18 +979,18 @@ class Shapes:
         raise NotCounted("no_messages")
 
     def _fill_body(self, value: Json) -> Json:
-        """Add the other keys of a body that was decoded as a whole, because a value in it has an unexpected type."""
+        """Add the other keys of a body that was decoded as a whole because a value has an unexpected type."""
         given = value if isinstance(value, dict) else {}
         model = given.get("model")
         if isinstance(model, dict | list):
-            model = None  # names no model, and may take long to spell
+            model = None  # not a name, and possibly slow to write
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
         raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
         return self._body(model=named, **raw)
 
 
 class _KnownShape:
-    """Reads bodies of one shape whose older messages may be cached."""
+    """Opens bodies of one shape whose older messages may be cached."""
 
     def __init__(self, shape: Shape, body: type[Struct]) -> None:
         key = shape.path[0]
@@ -976,12 +1004,15 @@ class _KnownShape:
         self._name = f'"{_NEW}":['.encode()
 
     def find_list(self, data: bytes) -> re.Match[bytes] | None:
-        """Where a body's list of messages may begin, from its key to the bracket and spaces behind that; None for none."""
+        """Where a body's list of messages may begin: its key, the bracket, and blanks after it.
+
+        None if there is none.
+        """
         key = data.find(self._key)
         return self._opens.match(data, key) if key >= 0 else None
 
     def open_conversation(self, data: bytes, opens: re.Match[bytes]) -> Conversation | None:
-        """The conversation in a body; None if the body has anything unexpected, or no message of the assistant's."""
+        """The conversation in a body; None if anything is unexpected, or there is no assistant message."""
         shape, end = self._shape, opens.end()
         first = data.find(shape.mark, end)
         if first < 0:
@@ -1011,7 +1042,7 @@ class _KnownShape:
         return Conversation(shape, body, (), opened, made, data)
 
     def _find_known(self, head: bytes) -> tuple[int, KnownBody | None]:
-        """The name of a head, and the newest body that begins with it."""
+        """The cache key of a head, and the newest body that begins with it."""
         name = crc32(head) | len(head) << 32
         known = _BODIES.get(name)
         return name, known if known is not None and known.head == head else None
@@ -1026,17 +1057,18 @@ class _KnownShape:
         return known.said if known is not None else b""
 
     def _decode_rest(self, data: bytes, key: int, end: int, count: int, beside: Beside | None) -> tuple[Any, list[Raw]]:
-        """Decode what is not cached.
+        """Decode everything that is not cached.
 
         Args:
             data: the body.
             key: offset of the messages' key.
-            end: offset behind the cached messages, for all of which an empty object stands.
-            count: number of the cached messages.
-            beside: what another body with equal messages, up to there, had beside them; None if that is unknown.
+            end: offset after the cached messages; one empty object replaces all of them.
+            count: number of cached messages.
+            beside: the content beside equal messages of another body; None if unknown.
 
         Returns:
-            a struct of the keys beside the messages, that of `beside` if they are equal, and the messages that are not cached.
+            a struct of the keys beside the messages (that of `beside` if equal), and the uncached
+            messages.
 
         Raises:
             NotCounted: other keys may have messages.
@@ -1044,7 +1076,7 @@ class _KnownShape:
         """
         view, cached = memoryview(data), b"{}" if count else b""
         if beside is not None and data.endswith(beside.behind, end):
-            with suppress(ValueError, RecursionError):  # if the list ends earlier
+            with suppress(ValueError, RecursionError):  # the list may end earlier
                 raws = _decode_raws(b"".join([b"[", cached, view[end : len(data) - len(beside.behind)], b"]"]))
                 return beside.body, raws[1:] if count else raws
         body = self._decode(b"".join([view[:key], self._name, cached, view[end:]]))
@@ -1055,13 +1087,13 @@ class _KnownShape:
 
 
 def find_known(document: Document | None, data: bytes) -> Conversation | None:
-    """The conversation in a document with this body, if the offsets of its messages are known; no other list in it is one."""
+    """The conversation in a document with this body, if the offsets of its messages are known."""
     found = document.conversation if document is not None and bytes(document) == data else None
     return found if isinstance(found, Conversation) and found.known is not None else None
 
 
 def locate_message(conversation: Conversation, place: int) -> tuple[int, int]:
-    """The offsets of a message in its body, and behind it; only of a conversation that `find_known` returns."""
+    """The start and end of a message in its body; only for a conversation from `find_known`."""
     known = conversation.known
     if known is None:
         raise NotCounted(AMBIGUOUS)
@@ -1069,7 +1101,7 @@ def locate_message(conversation: Conversation, place: int) -> tuple[int, int]:
 
 
 def _make_body(shapes: Sequence[Shape], others: Sequence[str]) -> type[Struct]:
-    """Make a struct of the keys of all shapes, and others, so that one pass over a body shows which ones it has."""
+    """A struct of the keys of all shapes and other readers, so that one pass over a body finds them all."""
     keys: dict[str, Any] = {"model": (str | None, None)}
     for shape in shapes:
         for field in fields(shape.body):
@@ -1090,15 +1122,14 @@ def _holds_any(values: tuple[Any, ...]) -> bool:
     return any(value is not ABSENT and _holds(value) for value in values)  # most keys are absent
 
 
-def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
-    """Whether the key has a value."""
+def _holds(value: Any) -> bool:  # noqa: ANN401  # any value of the key
     if not isinstance(value, Raw):
         return bool(value)
     return len(value) > _LONGEST_NOTHING or b"".join(bytes(value).split()) not in {b"", b"null", b"[]", b"{}"}
 
 
 def _read_number(body: Any, keys: Sequence[str], *, lenient: bool = True) -> int:  # noqa: ANN401  # a struct that is made at run time
-    """A positive number among the options of a body, also in a text, as lenient servers read it; 0 for anything else."""
+    """A positive number among a body's options, also in a string, as lenient servers read it; 0 for anything else."""
     found = getattr(body, keys[0])
     if found is ABSENT or type(found) is not Raw or len(found) > _LONGEST_OPTIONS:
         return 0
@@ -1108,13 +1139,13 @@ def _read_number(body: Any, keys: Sequence[str], *, lenient: bool = True) -> int
             number = float(bytes(number))
         elif lenient and isinstance(number, str) and len(number) <= _MOST_DIGITS:
             number = float(number)
-    except (NotCounted, ValueError):  # nested too deeply to be options, or no number
+    except (NotCounted, ValueError):  # nested too deeply, or not a number
         return 0
     return int(min(number, MAX_OPTION)) if isinstance(number, (int, float)) and number > 0 else 0
 
 
 def _count_items(found: object) -> int:
-    """The number of prompts in a list of texts, or of lists of tokens; a list of tokens is one."""
+    """The number of prompts in a list of strings or of token lists; a token list is one prompt."""
     if found is ABSENT or not isinstance(found, Raw) or _read_first(found) != b"[":
         return 0
     try:
@@ -1125,7 +1156,7 @@ def _count_items(found: object) -> int:
 
 
 def _read_first(raw: Raw) -> bytes:
-    """The first byte of a value, which says what it is."""
+    """The first byte of a value, which tells its type."""
     return bytes(memoryview(raw)[:1])
 
 

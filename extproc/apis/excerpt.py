@@ -1,8 +1,8 @@
 """Excerpts of bodies that are too long to inspect: everything before the messages, and the newest messages.
 
-Older messages are left out, so that the rest is valid JSON of bounded length. No other part is ever left out. The start of a
-message is found reliably, whatever texts contain, because the quotes and brackets of the omitted bytes are tracked together. If
-that is not possible, there is no excerpt.
+Only older messages are omitted, so the rest is valid JSON of bounded length. The start of a message
+is found reliably, whatever its texts contain, because quotes and brackets are tracked through the
+omitted bytes. If that is impossible, there is no excerpt.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Final
 
 MAX_QUOTES: Final = 500_000
 MAX_BRACKETS: Final = 200_000
-"""Maximum number of quotes and brackets in omitted bytes; tracking this many takes 20 ms."""
+"""Maximum number of quotes and of brackets in omitted bytes. Tracking this many takes 20 ms."""
 
 MAX_AT_ONCE: Final = 8 * 2**20
-"""Maximum number of bytes to omit at once, in 20 ms; a body that arrives in pieces may be longer."""
+"""Maximum number of bytes to omit at once, in 20 ms; a body that arrives in chunks may be longer."""
 
 MAX_DEPTH: Final = 64
 """Maximum nesting within an omitted element of the list."""
@@ -34,7 +34,7 @@ _STRUCTURE: Final = b'"[]{}'
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in _STRUCTURE])
 
 _FEW_ESCAPES: Final = 1_024
-"""Up to this number, each is found and removed by itself, which takes a third of the time of a search for each kind."""
+"""Up to this many escapes are removed one by one, in a third of the time of two replacements."""
 
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _START: Final = re.compile(rb"[ \t\r\n]*\{")
@@ -43,14 +43,14 @@ _NO_TOKEN: Final = re.compile(rb'[^"\[\]{},]*')
 
 
 class Position:
-    """Position in the structure of JSON, tracked over omitted bytes.
+    """Position in the structure of JSON, tracked through omitted bytes.
 
     Attributes:
         lost: the position is unknown, or the object or list in which tracking began has ended.
     """
 
     def __init__(self) -> None:
-        """Start behind the opening bracket of an object or a list."""
+        """Start after the opening bracket of an object or list."""
         self.lost = False
         self._open = b""  # brackets
         self._in_string = False
@@ -60,11 +60,11 @@ class Position:
 
     @property
     def is_at_top(self) -> bool:
-        """Whether the position is directly in that object or list, not in a string or an inner value."""
+        """Whether the position is directly in that object or list, not in a string or inner value."""
         return not (self.lost or self._open or self._in_string or self._escaped)
 
     def skip(self, data: bytes) -> None:
-        """Track the position over omitted bytes."""
+        """Track the position through omitted bytes."""
         if self.lost or not data:
             return
         if self._escaped:
@@ -87,7 +87,7 @@ class Position:
         self._follow(brackets)
 
     def _follow(self, brackets: bytes) -> None:
-        """Remove pairs of brackets that are opened and closed again."""
+        """Remove pairs of brackets that open and close."""
         self._brackets += len(brackets)
         if self._brackets > MAX_BRACKETS:
             self.lost = True
@@ -131,7 +131,7 @@ class Position:
 
 
 def _end_string(data: bytes, place: int) -> int:
-    """The offset at which a string ends; negative if it does not."""
+    """The offset after a string; negative if it does not end."""
     found = _STRING_END.match(data, place)
     return -1 if found is None else found.end()
 
@@ -148,7 +148,8 @@ class Excerpt:
 
         Args:
             keys: paths of keys at which a body may have its messages.
-            most: bytes of the excerpt: an eighth for everything before the messages, three quarters for the newest messages.
+            most: bytes of the excerpt: an eighth for everything before the messages, three quarters
+                for the newest messages.
         """
         self.lost = False
         self._keys = keys
@@ -205,7 +206,7 @@ def _find_open(head: bytes, start: int, path: Sequence[str]) -> tuple[int, Posit
 
     Args:
         head: the beginning of a body.
-        start: behind the opening bracket of an object.
+        start: offset after the opening bracket of an object.
         path: keys, starting at that object.
 
     Returns:

@@ -1,5 +1,5 @@
-"""Gemini's `generateContent`, as in Google's AI Studio and Vertex AI: `contents` whose parts are named by their only key."""
-# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
+"""Gemini's `generateContent`, in Google's AI Studio and Vertex AI: `contents` whose parts are named by their only key."""
+# interpreted: msgspec creates Structs from annotations, which compiled classes do not keep
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FILES = frozenset({"inlineData", "inline_data", "fileData", "file_data"})
 
 _COLLECTIONS = ("/models", "/tunedModels", "/endpoints")
 _NO_NAMES = frozenset({"count-tokens"})
-"""What Anthropic's SDK for Vertex AI puts in place of the model's name, which is then in the body."""
+"""Anthropic's SDK for Vertex AI sends these instead of the model's name, which is then in the body."""
 
 
 class Content(Struct, gc=False):
@@ -100,19 +100,19 @@ def _locate(patch: Patch, _: Content, whole: Value) -> list[Place]:
 
 
 def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
-    """The place in the text of a structured response, or in a new text member."""
+    """The place in the text of a structured response, or in a new member."""
     response = patch.open_fields(fields.get("functionResponse", fields.get("function_response"))).get("response")
     if response is None or not patch.is_object(response):
         return []
     given = patch.open_fields(response)
     key = next((key for key in _RESPONSE_TEXTS if key in given and patch.is_text(given[key])), _NOTE)
-    while key in given and not patch.is_text(given[key]):  # a tool must not prevent notes by using the key
+    while key in given and not patch.is_text(given[key]):  # a tool must not block notes by using the key
         key += "_"
     return [Place(given[key], result=True)] if key in given else [Place(response, PLAIN, key, result=True)]
 
 
 def _choose(patch: Patch, fields: Fields, outcome: ToolsLeft, gone: Collection[str]) -> Changes:
-    """Edit the choice among tools; returns the change to the member that contains it. See `ToolList`."""
+    """Edit the tool choice; returns the change to the member that contains it. See `ToolList`."""
     key = _pick(fields, "toolConfig", "tool_config")
     if key not in fields or not patch.is_object(fields[key]):
         forbidden = b'{"functionCallingConfig":{"mode":"NONE"}}'
@@ -128,7 +128,7 @@ def _choose(patch: Patch, fields: Fields, outcome: ToolsLeft, gone: Collection[s
 
 
 def _mend_names(patch: Patch, calling: Fields, gone: Collection[str]) -> ToolsLeft:
-    """Edit the list of functions that may be called; if none is left, all are forbidden."""
+    """Edit the list of allowed functions; if none is left, all are forbidden."""
     key = _pick(calling, "allowedFunctionNames", "allowed_function_names")
     if key not in calling or not patch.is_list(calling[key]):
         return ToolsLeft.FEWER
@@ -141,10 +141,10 @@ def _mend_names(patch: Patch, calling: Fields, gone: Collection[str]) -> ToolsLe
 
 
 def _pick(fields: Fields, *keys: str) -> str:
-    """The spelling of a key that is there; the first if none is.
+    """The spelling of a key that is present; the first one if none is.
 
     Raises:
-        NotCounted: there are several spellings.
+        NotCounted: several spellings are present.
     """
     found = [key for key in keys if key in fields]
     if len(found) > 1:
@@ -176,7 +176,10 @@ _STATUSES = {
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """Write a google.rpc.Status (google.aip.dev/193): `code` is the HTTP status; the code for programs is in the details."""
+    """Write a google.rpc.Status (google.aip.dev/193).
+
+    `code` is the HTTP status; the code for programs is in the details.
+    """
     status = _STATUSES.get(refusal.status) or ("FAILED_PRECONDITION" if refusal.status < 500 else "INTERNAL")  # noqa: PLR2004  # HTTP's
     reason = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": refusal.code.upper(), "domain": "loopguard"}
     body = make_error(refusal)
@@ -215,7 +218,7 @@ API = Api(
         r"/[^/:%]+:countTokens\Z": Endpoint(write_error, asks_model=False),
         r":(?:embedContent|batchEmbedContents)\Z": Endpoint(write_error),
     },
-    # Of Gemini, of Vertex AI, of Code Assist, and of gateways.
+    # Gemini, Vertex AI, Code Assist, gateways.
     samples=(
         "/v1beta/models/x:generateContent",
         "/v1/models/x:streamGenerateContent",
@@ -225,7 +228,7 @@ API = Api(
         "/v1internal:streamGenerateContent",
         "/genai/v1beta/models/x:generateContent",
     ),
-    keys={("contents",): Endpoint(write_error)},  # only the path says whether a stream is wanted
+    keys={("contents",): Endpoint(write_error)},  # only the path tells whether to stream
     shapes=(
         Shape(("contents",), GeminiBody, Content, _name_speaker, _read, _find_raw, locate=_locate, mark=b'"model"'),
         Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw, locate=_locate),

@@ -1,4 +1,4 @@
-"""gRPC, whose bodies are not inspected."""
+"""gRPC. Its bodies are not inspected."""
 # interpreted: writes refusals
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from extproc.decision import Framed
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """Write the message only: Envoy uses the body of an answer to gRPC as `grpc-message`."""
+    """Write only the message: Envoy uses the body of an answer to gRPC as `grpc-message`."""
     return Framed(refusal.status, "text/plain", refusal.message.encode())
 
 
-# Recognized by content type only, as Envoy does for its own answers.
+# Recognized only by content type, as Envoy does for its own answers.
 API = Api(content_types={r"application/grpc(?:[+;]|\Z)": Endpoint(write_error)})

@@ -1,7 +1,8 @@
-"""JSON-RPC 2.0: calls of tools over HTTP (MCP), and messages that agents send to each other (A2A).
+"""JSON-RPC 2.0: tool calls over HTTP (MCP), and messages between agents (A2A).
 
-An HTTP error would end an MCP session, and no model would read it. So a refused call is answered in the protocol, under its own
-id; see `frame_answer`. Other requests are refused with a JSON-RPC error.
+An HTTP error would end an MCP session, and no model would read it. So a refused call is answered in
+the protocol, under its own id; see `frame_answer`. Other requests are refused with a JSON-RPC
+error.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from extproc.request.document import (
 )
 
 MAX_ID: Final = 512
-"""Maximum length of an id that a refusal repeats, in bytes of JSON: a UUID has 38."""
+"""Maximum length of an id that a refusal repeats, in bytes of JSON; a UUID has 38."""
 
 _ERROR_CODE: Final = -32000
 """In the range that JSON-RPC reserves for servers (section 5.1); A2A's own codes start at -32001."""
@@ -40,7 +41,8 @@ _MESSAGES: Final = frozenset(
 )
 
 _ANSWERS: Final = ("inputResponses", "requestState")
-"""Keys of a call that is repeated because the server asked the user something (MCP 2026-07-28). The user's answer is new."""
+"""Keys of a call that is repeated because the server asked the user something (MCP 2026-07-28). The
+user's answer is new."""
 
 _TAKES_JSON: Final = (JSON, "application/*", "*/*")
 
@@ -50,7 +52,8 @@ _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 _CHECKED_SINCE: Final = "2026-07-28"
-"""The first version of MCP whose servers must refuse a request if these headers contradict the body."""
+"""The first version of MCP whose servers must refuse a request if these headers contradict the
+body."""
 
 _VERSION: Final = re.compile(r"\d{4}-\d\d-\d\d")
 _ENCODED: Final = re.compile(r"=\?base64\?(.*)\?=", re.IGNORECASE)
@@ -59,12 +62,13 @@ Fields = dict[str, msgspec.Raw]
 
 
 class McpHeaders(NamedTuple):
-    """What the body of a request calls, according to its headers `Mcp-Method` and `Mcp-Name` (MCP 2026-07-28).
+    """The call in a request's body, according to its headers `Mcp-Method` and `Mcp-Name` (MCP 2026-07-28).
 
     Attributes:
         method: the JSON-RPC method.
-        name: the name of the tool, prompt or resource; empty for none.
-        checked: the client speaks a version whose servers refuse a request if headers and body disagree.
+        name: the name of the tool, prompt or resource; may be empty.
+        checked: the client speaks a version whose servers refuse a request if headers and body
+            disagree.
     """
 
     method: str
@@ -78,7 +82,7 @@ class McpHeaders(NamedTuple):
 
 
 def read_claim(headers: Mapping[str, bytes]) -> McpHeaders | None:
-    """What the headers say; None if these headers are missing."""
+    """What the headers claim; None if they are missing."""
     method = headers.get("mcp-method")
     if method is None:
         return None
@@ -88,7 +92,7 @@ def read_claim(headers: Mapping[str, bytes]) -> McpHeaders | None:
 
 
 def _read_name(text: str) -> str:
-    """A name; clients encode it in base64 if a header cannot carry it."""
+    """A name; clients encode it in base64 if a header cannot contain it."""
     encoded = _ENCODED.fullmatch(text)
     if encoded is None:
         return text
@@ -99,9 +103,9 @@ def _read_name(text: str) -> str:
 
 
 def contradicts(claim: McpHeaders, document: Document) -> bool:
-    """Whether a body calls something other than its request's headers say.
+    """Whether a body contradicts the headers.
 
-    A body that is not a single request contradicts nothing, because no server accepts it as one.
+    A body that is not a single request contradicts nothing, because no server accepts it.
     """
     try:
         request = _read_fields(document.data()) if len(document) else {}
@@ -116,14 +120,15 @@ def contradicts(claim: McpHeaders, document: Document) -> bool:
 
 
 def read_call(document: Document) -> tuple[str, Fields, msgspec.Raw]:
-    """Read what a request calls.
+    """Read the call in a request.
 
     Returns:
-        the name of the tool, empty for a message; the parameters; and the request's id, see `read_id`.
+        the name of the tool (empty for a message), the parameters, and the request's id; see
+        `read_id`.
 
     Raises:
-        NotCounted: it is neither a tool call nor a message (but a handshake, list, notification, ping, answer or stream), or is
-            invalid for servers, or there are several.
+        NotCounted: it is neither a tool call nor a message (but a handshake, list, notification,
+            ping, answer or stream), is invalid for servers, or is one of several.
     """
     if not len(document):
         raise NotCounted("not_a_call")  # a stream is opened, or a session closed
@@ -136,7 +141,7 @@ def read_call(document: Document) -> tuple[str, Fields, msgspec.Raw]:
 
 
 def read_id(request_id: msgspec.Raw) -> bytes | None:
-    """The id of a request as it was sent; None if it has none (a notification), or one that an answer cannot repeat.
+    """The id of a request as sent; None for a notification, and for an id that an answer cannot repeat.
 
     Raises:
         NotCounted: it is not JSON.
@@ -148,26 +153,26 @@ def read_id(request_id: msgspec.Raw) -> bytes | None:
 
 
 def spell_call(tool: str, params: Fields) -> bytes:
-    """The canonical form for comparison: a tool and its arguments, or the parts of a message, which start with a separator.
+    """The canonical form for comparison: a tool and its arguments, or a separator and the parts of a message.
 
-    Values that identify one request (`id`, `params._meta`, the ids of a message) are left out.
+    Values that identify one request (`id`, `params._meta`, a message's ids) are omitted.
 
     Raises:
-        NotCounted: it cannot be read, or is too large.
+        NotCounted: it is unreadable or too large.
     """
     return tool.encode() + _SEPARATOR + (_spell_arguments(params) if tool else _spell_parts(params))
 
 
 def show_call(spelled: bytes) -> str:
-    """Make the form of `spell_call` readable for people."""
+    """Format the result of `spell_call` for people."""
     return f"{'message' if spelled.startswith(_SEPARATOR) else ''}{spelled.replace(_SEPARATOR, b' | ').decode()}"
 
 
 def frame_answer(identity: bytes, tool: str, message: str, accept: str) -> Framed:
-    """Answer in the protocol: as a tool's result, which the model reads, or as the error of a message.
+    """Answer in the protocol: as a tool's result, which the model reads, or as an error for a message.
 
     Args:
-        identity: the request's id as it was sent.
+        identity: the request's id as sent.
         tool: the called tool; empty for a message.
         message: for the model.
         accept: the media types that the client accepts.
@@ -229,7 +234,7 @@ def _is_call(entry: msgspec.Raw) -> bool:
 
 
 def _read_params(request: Fields) -> tuple[str, Fields]:
-    """The name of the called tool, empty for a message, and the parameters.
+    """The name of the called tool (empty for a message), and the parameters.
 
     Raises:
         NotCounted: it is neither, or is invalid for servers.

@@ -1,4 +1,4 @@
-"""The length of what a model reads of a request: its texts, calls, results and tools, but neither JSON around them nor ids."""
+"""The length of what a model reads in a request: texts, calls, results and tools, without ids and JSON around them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from extproc.request.document import ABSENT, MAX_STEPS, open_value, walk, write_
 
 CHARACTERS_PER_TOKEN: Final = 4
 IMAGE_TOKENS: Final = 250
-"""Most APIs charge some hundreds of tokens for an image, whatever its bytes."""
+"""Most APIs charge some hundreds of tokens for an image, whatever its size."""
 
 _IMAGE: Final = IMAGE_TOKENS * CHARACTERS_PER_TOKEN
 _MOST: Final = 2**20
-"""Characters counted one by one; what is longer is estimated by its bytes."""
+"""Characters to count individually; longer requests are estimated by their bytes."""
 
 _KEYS: Final = ("system", "instructions", "systemInstruction", "system_instruction")
 _SYSTEM: Final = re.compile(rb'"system(?:_?[iI]nstruction)?"\s*:').search
@@ -26,10 +26,10 @@ _INSTRUCTIONS: Final = re.compile(rb'"instructions"\s*:').search
 _decode_instructions: Final = json.Decoder(defstruct("Instructions", [(key, Raw, ABSENT) for key in _KEYS], gc=False)).decode
 
 _HOLDERS: Final = ("text", "parts")
-"""Keys of an object whose values are all that a model reads of it."""
+"""Keys of an object with all the text that a model reads in it."""
 
 _DEEPEST: Final = 4
-"""Lists and objects further down are counted as they are written."""
+"""Lists and objects further down are counted as written."""
 
 _MEDIA: Final = ("image", "inlinedata", "inline_data", "filedata", "file_data", "document", "audio", "video", "media")
 
@@ -38,11 +38,11 @@ def count_characters(conversation: Conversation, data: bytes) -> int:
     """The number of characters of a request's texts and tools, an image counting as 1,000.
 
     Args:
-        conversation: of the request.
-        data: its body, whose length measures a very long one.
+        conversation: the request's conversation.
+        data: its body, whose length is the measure of a very long one.
 
     Raises:
-        NotCounted: it cannot be read.
+        NotCounted: it is unreadable.
     """
     conversation.check_count()
     total = sum([len(found) for key in TOOL_KEYS if (found := conversation.find_field(key)) is not None])
@@ -57,13 +57,16 @@ def count_characters(conversation: Conversation, data: bytes) -> int:
 
 
 def _may_instruct(data: bytes) -> bool:
-    """Whether a body may have such keys. Each pattern begins with a literal, so only its occurrences take time."""
+    """Whether a body may have such keys.
+
+    Each pattern begins with a literal, so only its occurrences take time.
+    """
     found = data.count(b'"system') + data.count(b'"instructions"')
     return found > MAX_STEPS or (found > 0 and (_SYSTEM(data) is not None or _INSTRUCTIONS(data) is not None))
 
 
 def _count_instructions(data: bytes) -> int:
-    """What a body says to the model beside its messages.
+    """The length of a body's instructions beside its messages.
 
     Raises:
         NotCounted: it is too large.

@@ -17,14 +17,14 @@ _MAX_NEWEST: Final = 100
 
 
 class Locations:
-    """Finds the conversations of all APIs in bodies that are being edited."""
+    """Finds the conversations of all APIs in bodies to edit."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        """Take the shapes, in the order in which they are tried."""
+        """The shapes are tried in this order."""
         self._shapes = shapes
 
     def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
-        """Where an edited body has its only conversation: a list of messages, or a text instead.
+        """Where an edited body has its only conversation: a list of messages, or a string instead.
 
         Raises:
             NotCounted: there is none, or several.
@@ -45,14 +45,15 @@ class Locations:
         raise NotCounted("no_messages")
 
     def locate_results(self, patch: Patch, document: Document | None = None) -> list[Place]:
-        """Where a note can be put into the newest results of a conversation, or else into the user's last message.
+        """Places for a note in the newest results of a conversation, or else in the user's last message.
 
         Args:
             patch: the edit of the body.
-            document: the same body as policies have read it, so that its messages need not be found again, if there is one.
+            document: the same body as read by policies, to reuse the offsets of its messages; may
+                be None.
 
         Returns:
-            places in the body, newest last; empty if the API has none, or it is unclear.
+            places in the body, newest last; empty if the API has none, or they are unclear.
 
         Raises:
             NotCounted: there is no conversation, or it is ambiguous or too large.
@@ -75,8 +76,8 @@ def open_patch(document: Document | None, data: bytes) -> Patch:
     """Open a body for an edit; raises as `Patch` does.
 
     Args:
-        document: the same body as policies have read it; None if there is none. Its messages need not be read again, nor what
-            is around them if that was the same in an earlier body.
+        document: the same body as read by policies, to reuse its messages and the layout around
+            them; may be None.
         data: the body.
     """
     found = find_known(document, data)
@@ -90,12 +91,12 @@ def open_patch(document: Document | None, data: bytes) -> Patch:
 
 
 def _read_newest(patch: Patch, shape: Shape, given: Value, document: Document | None) -> list[tuple[str, Any, Value]]:
-    """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
+    """The messages after the newest assistant message, last first: speaker, struct of the shape, position.
 
-    Only those are decoded if the offsets of all are known. A prefill is not the assistant's newest.
+    Only these are decoded if all offsets are known. A prefill does not count as the newest.
 
     Raises:
-        NotCounted: they are ambiguous, or too large.
+        NotCounted: they are ambiguous or too large.
     """
     known = find_known(document, patch.data)
     items = patch.open_items(given) if known is None else []
@@ -114,7 +115,7 @@ def _read_newest(patch: Patch, shape: Shape, given: Value, document: Document | 
         if speaker == ASSISTANT or len(found) == _MAX_NEWEST:
             break
         whole = patch.open_element(start, end)
-        patch.open_fields(whole)  # which fails if a key is repeated, in any message
+        patch.open_fields(whole)  # raises if a key is repeated
         found.append((speaker, known.open_message(place) if known is not None else message, whole))
     return found
 
@@ -127,9 +128,9 @@ def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: 
     """Decode a message, or enough of it to know the speaker.
 
     Raises:
-        NotCounted: it cannot be read, or is too large.
+        NotCounted: it is unreadable or too large.
     """
     try:
         return patch.decode(raw, shape.decode)
     except ValidationError:
-        return shape.message()  # values of unexpected types: of an unknown kind
+        return shape.message()  # unexpected types: an unknown kind

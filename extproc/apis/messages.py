@@ -1,8 +1,9 @@
-"""The parts of a message of any API.
+"""The parts of a message in any API.
 
-msgspec makes its Structs at run time, so this is separate from compiled code. They cost a fifth of what named tuples do.
+msgspec creates Structs at run time, so they are separate from compiled code. They cost a fifth of
+what named tuples do.
 """
-# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
+# interpreted: msgspec creates Structs from annotations, which compiled classes do not keep
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ REFERENCE: Final = "reference"
 
 
 class Part(Struct, gc=False):
-    """One thing in a message.
+    """One part of a message.
 
     Attributes:
-        kind: TEXT, CALL, RESULT, OTHER, or REFERENCE for an id of something that the server keeps.
-        value: the text, arguments or result, or the whole of anything else; may have to be unpacked. ABSENT for an OTHER
-            that is the whole message.
+        kind: TEXT, CALL, RESULT, OTHER, or REFERENCE for the id of something on the server.
+        value: the text, arguments or result, or the whole of anything else; may be raw. ABSENT for
+            an OTHER that is the whole message.
         name: the tool of a CALL; the client's word for an OTHER.
         id: connects a RESULT with its CALL; empty if the client sends none.
         failed: the API marks the RESULT as an error.
-        images: images beside the value, if the API has them in a place of their own; ABSENT for none. Clients drop older
-            images, so these are only compared with other images.
+        images: images beside the value, if the API has a separate place for them; else ABSENT.
+            Clients drop older images, so these are only compared with other images.
     """
 
     kind: str

@@ -1,5 +1,5 @@
-"""Ollama's own API; its messages are those of OpenAI's chat."""
-# interpreted: writes refusals, where json takes the time
+"""Ollama's own API, with the messages of OpenAI's chat."""
+# interpreted: little work besides json
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def complete_text(completion: Completion, question: Question) -> Framed | None:
 
 
 def _complete(completion: Completion, question: Question, say: Any) -> Framed | None:  # noqa: ANN401  # a lambda
-    """Answer in two lines, or in one if the request asks for that; None without a model, as other APIs share these paths."""
+    """Answer in two lines, or in one if requested; None without a model, because other APIs share these paths."""
     if not question.has("model") or not completion.model:
         return None
     created = datetime.fromtimestamp(completion.created, UTC).isoformat().replace("+00:00", "Z")
@@ -45,7 +45,7 @@ API = Api(
     },
     samples=("/api/chat", "/api/generate"),
     asked=("stream",),
-    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams have no events
+    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # at the top level; its streams have no events
     answered_by=("model",),
     longest_answers=("options.num_predict",),
 )

@@ -30,7 +30,7 @@ from extproc.request.document import ABSENT, Json, charge, decode_json, hook_num
 from extproc.request.patch import Fields, Patch, Value
 
 _DEPLOYMENTS: Final = ("/deployments/", "/engines/")
-"""Path segments before the model's name, in Azure and in OpenAI's API before chats."""
+"""Path segments before the model's name, in Azure and in OpenAI's older API."""
 
 _TRUE: Final = b"true"
 _SWITCH: Final = "parallel_tool_calls"
@@ -53,12 +53,13 @@ ChatMessage: Final[Any] = defstruct(
     ],
     gc=False,
 )
-"""A message of a chat, also Anthropic's or Bedrock's; `thinking` and `images` are Ollama's, and thinking is never compared."""
+"""A message of a chat, also Anthropic's or Bedrock's; `thinking` and `images` are Ollama's.
+Thinking is never compared."""
 
 ChatBody: Final[Any] = defstruct(
     "ChatBody", [("messages", list[ChatMessage]), ("thread", *_RAW), ("continue_final_message", *_RAW)], gc=False
 )
-"""A body with `messages`; the server keeps the older messages of an Anthropic thread."""
+"""A body with `messages`. In an Anthropic thread, the server stores the older messages."""
 
 ChatTool: Final[Any] = defstruct(
     "ChatTool", [("name", str | None, None), ("arguments", Any, None), ("input", Any, None)], gc=False
@@ -85,7 +86,8 @@ def _look_back(body: Json) -> Before:
 
 
 _LONGEST_NOTHING: Final = 8
-"""Maximum length of a list without calls or images, in bytes, such as `null` beside a text; ABSENT has none."""
+"""Maximum length of a value without calls or images, in bytes, such as `null` beside a text; ABSENT
+has length 0."""
 
 
 def _find_raw(message: Json) -> Raw:
@@ -123,7 +125,7 @@ def _read_calls(raw: Raw) -> list[Part]:
     try:
         calls = decode_json(raw, _decode_calls)
     except ValidationError:
-        return [Part(CALL, raw)]  # of an unknown kind
+        return [Part(CALL, raw)]  # an unknown kind
     if len(calls) > 1:
         walk(len(calls))
     parts = []
@@ -188,7 +190,7 @@ def complete_chat(completion: Completion, question: Question) -> Framed | None:
     return frame_json(200, {**_make("chat.completion", completion), "choices": [choice], "usage": _USAGE})
 
 
-def _write_chunks(completion: Completion, chunk: dict[str, Any], usage: bool) -> Iterator[str | dict[str, Any]]:  # noqa: FBT001  # one place
+def _write_chunks(completion: Completion, chunk: dict[str, Any], usage: bool) -> Iterator[str | dict[str, Any]]:  # noqa: FBT001  # one use
     deltas: list[tuple[dict[str, str], str | None]] = [
         ({"role": "assistant", "content": ""}, None),
         ({"content": completion.text}, None),
@@ -214,7 +216,7 @@ def complete_text(completion: Completion, question: Question) -> Framed | None:
 
 
 def _make(kind: str, completion: Completion) -> dict[str, Any]:
-    """The keys of each piece of an answer."""
+    """The common keys of each piece of an answer."""
     identity = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{completion.name}"
     return {"id": identity, "object": kind, "created": completion.created, "model": completion.model}
 
@@ -225,15 +227,17 @@ def _asks_usage(question: Question) -> bool:
 
 
 _REFUSES_SWITCH: Final = re.compile(r"(?:\A|[/.:@])o\d")
-"""Models that answer 400 to `parallel_tool_calls`, whatever its value: o1, o3-mini, openai/o4-mini and the like."""
+"""Models that answer 400 to `parallel_tool_calls` with any value: o1, o3-mini, openai/o4-mini and
+the like."""
 
 
 _TAKES_SWITCH: Final = re.compile(r"/(?:completions|responses)\Z")
-"""Paths where `parallel_tool_calls` is known; other APIs whose bodies are alike may refuse unknown keys, as Cohere's does."""
+"""Paths where `parallel_tool_calls` is known. Similar APIs may refuse unknown keys, as Cohere's
+does."""
 
 
 def hold_calls(patch: Patch, fields: Fields, changes: Changes, path: str) -> Changes:
-    """See `ToolList.hold`; also of the Responses API."""
+    """See `ToolList.hold`; also used for the Responses API."""
     switch, model = fields.get(_SWITCH), find_model(path, patch.read_text(fields.get("model")))
     if not _TAKES_SWITCH.search(path) or _REFUSES_SWITCH.search(model):
         return changes
@@ -265,7 +269,7 @@ API: Final = Api(
         r"/chat/completions\Z": _CHAT._replace(ask_usage=ask_usage),
         r"/completions\Z": Endpoint(write_error, complete_text, ask_usage=ask_usage),
     },
-    # Of OpenAI, with and without its base path, of Azure, OpenRouter, Fireworks, Model Studio, and gateways.
+    # OpenAI, with and without its base path, Azure, OpenRouter, Fireworks, Model Studio, gateways.
     samples=(
         "/v1/chat/completions",
         "/v1/completions",

@@ -1,4 +1,4 @@
-"""Finds places for notes in a message: behind the text of a result or of a user."""
+"""Finds places for notes in a message: after the text of a result or of a user."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Place:
     """A place for a note.
 
     Attributes:
-        value: a string to extend, or a list or an object that gets a new value.
-        around: JSON around the note, which is a string, in a new value.
+        value: a string to extend, or a list or object to append to.
+        around: JSON around the note in a new value; None to extend a string.
         key: key of the new member of an object.
         result: the place is in a tool's result, not in a user's text.
-        offset: the note's offset in the body, in bytes, behind the text that it extends, if any.
+        offset: the note's offset in the body, in bytes, after the text that it extends, if any.
     """
 
     def __init__(self, value: Value, around: tuple[bytes, bytes] | None = None, key: str = "", *, result: bool = False) -> None:
@@ -39,7 +39,7 @@ class Place:
 
 
 def add_notes(patch: Patch, places: list[Place], note: bytes, *, separated: bool = True) -> None:
-    """Put a note, as in a JSON string, into each of these places, if `separated` with a separator behind a text."""
+    """Put a note, as in a JSON string, into each place; `separated` from a text before it."""
     tail = WRITTEN_SEPARATOR + note if separated else note
     for place in places:
         if place.around is None:
@@ -52,11 +52,12 @@ def add_notes(patch: Patch, places: list[Place], note: bytes, *, separated: bool
 Locator = Callable[[Patch, Fields, Value], list[Place]]
 
 LOCATORS: dict[str, Locator] = {}
-"""Functions that find places in blocks that are results, by `type` or by the block's only key. Every API adds its own."""
+"""Functions that find places in blocks that are results, by `type` or by the block's only key. Each
+API adds its own."""
 
 
 def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes], *, result: bool) -> list[Place]:
-    """The place in a content: behind its newest text, apart from results, or else in a new block at its end.
+    """The place in a content: after its newest text, results aside, or else in a new block at its end.
 
     Args:
         patch: the edit of the body.
@@ -74,7 +75,7 @@ def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes],
 
 
 def locate_in_content(patch: Patch, content: Value | None, block: tuple[bytes, bytes]) -> list[Place]:
-    """The places in a message's content: those in its results, or else behind its newest text.
+    """The places in a message's content: those in its results, or else after its newest text.
 
     Args:
         patch: the edit of the body.

@@ -1,5 +1,5 @@
-"""OpenAI's Responses: `input` is a list of items, and calls and results are items of their own."""
-# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
+"""OpenAI's Responses API: `input` is a list of items, with calls and results as separate items."""
+# interpreted: msgspec creates Structs from annotations, which compiled classes do not keep
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from extproc.request.document import ABSENT, Json, charge, open_value, walk, wri
 from extproc.request.patch import Patch, Value
 
 _REASONING = "rs_"
-"""The start of ids of thoughts."""
+"""The prefix of ids of thoughts."""
 
 _OUTPUTS_OF_BLOCKS = frozenset({"function_call_output", "custom_tool_call_output"})
 
@@ -57,7 +57,7 @@ class ResponsesBody(Struct, gc=False):
 
 
 def _take(value: Json) -> Sequence[Json]:
-    """The items; a text is one item."""
+    """The items; a string is one item."""
     if isinstance(value, str):
         return [Item(role="user", content=Raw(write_canonical(value)))] if value else []
     return take_list(value)
@@ -70,7 +70,7 @@ def _look_back(body: ResponsesBody) -> Before:
 
 
 def _is_reference(item: Item) -> bool:
-    """Whether an item is only the id of one that the server keeps; its type may be left out."""
+    """Whether an item is only the id of one on the server; its type may be omitted."""
     return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not ABSENT)
 
 
@@ -114,7 +114,7 @@ def _read(item: Item) -> list[Part]:
 def _read_call(item: Item) -> list[Part]:
     """A call, and the result if the server ran it."""
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
-    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # calls that the server runs have no call id
+    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # calls that the server ran have no call id
     given: Json = _find_input(item)
     walk(2)
     charge(given)
@@ -132,7 +132,7 @@ def _read_call(item: Item) -> list[Part]:
 
 
 def _divide_search(action: Raw) -> tuple[Json, Json]:
-    """What was searched for on the web, and the sources that were found; ABSENT if they are not shown."""
+    """A web search, and the sources it found; ABSENT if they are not included."""
     found = open_value(action)
     if not isinstance(found, dict) or not found.get("sources"):
         return action, ABSENT
@@ -149,7 +149,7 @@ def _join_logs(outputs: Json) -> Json:
 
 
 def _find_input(item: Item) -> Raw:
-    """The raw input of a call; each kind of call has a key of its own for it."""
+    """The raw input of a call; each kind of call has its own key for it."""
     for value in (item.arguments, item.input, item.action, item.actions, item.operation, item.code, item.queries):
         if value is not ABSENT:
             return value
@@ -176,7 +176,7 @@ _USAGE = {
 
 
 def complete(completion: Completion, question: Question) -> Framed | None:
-    """A response with one message, or the events that stream it."""
+    """A response with one message, or the events of its stream."""
     if question.body is None or not completion.model:
         return None
     if question.read("stream") is True:
@@ -237,7 +237,7 @@ API = Api(
         r"/responses\Z": Endpoint(write_error, complete, websocket=True),
         r"/responses/input_tokens\Z": Endpoint(write_error, asks_model=False),
     },
-    # Of OpenAI, of Azure OpenAI, and of Codex with an account.
+    # OpenAI, Azure OpenAI, Codex with an account.
     samples=("/v1/responses", "/responses", "/openai/v1/responses", "/openai/responses", "/backend-api/codex/responses"),
     asked=("stream",),
     shapes=(
@@ -256,7 +256,7 @@ API = Api(
             mark=b'"function_call"',
         ),
     ),
-    tool_lists=(_TOOLS, _TOOLS._replace(beside="")),  # a body without a conversation continues one on the server
+    tool_lists=(_TOOLS, _TOOLS._replace(beside="")),  # without a conversation, it continues one on the server
     tool_words=ToolWords(groups={"namespace": "tools"}, servers=frozenset({"mcp"}), called={"computer_use": "computer"}),
     counts={
         "input": ("usage.input_tokens", "response.usage.input_tokens"),

@@ -1,4 +1,4 @@
-"""Reads the lists of tools that a request declares, whatever the API; `narrow` edits them."""
+"""Reads the tools that a request declares, in any API; `narrow` edits them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from extproc.apis.conversation import TOOL_KEYS, Conversation
 from extproc.request.document import ABSENT, Document, decode_json
 
 OTHERS: Final = ""
-"""Stands for tools whose names are not known: built-in ones, those of servers, and those beyond the bound."""
+"""Stands for tools whose names are unknown: built-in ones, those of servers, and those beyond the
+limit."""
 
 _LONGEST_LIST: Final = 262_144
 _MOST_OBJECTS: Final = 5_000
-"""Longest list that is read, in bytes, and the objects in it; reading it takes about a millisecond at most."""
+"""Longest list to read, in bytes, and its objects; reading it takes about a millisecond."""
 
 _MOST_TOOLS: Final = 500
 _READ_ONLY: Final = b"readOnlyHint"
@@ -28,14 +29,14 @@ _decode_hint: Final = json.Decoder(defstruct("Annotations", [("readOnlyHint", bo
 
 
 _NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
-"""What JSON may spell in several ways."""
+"""Characters that JSON may write in several ways."""
 
 
 class DeclaredTool:
-    """A tool, of which only what is asked for is read: a request may declare hundreds."""
+    """A tool, read lazily, because a request may declare hundreds."""
 
     def __init__(self, tool: Any, entry: Any, get_schemas: Callable[[Any], tuple[Raw, ...]]) -> None:  # noqa: ANN401  # made at run time
-        """Take a tool, the entry of the list that it is, or that contains it, and what reads its possible schemas."""
+        """`entry` is the list's entry that is or contains the tool; `get_schemas` reads its possible schemas."""
         self._tool = tool
         self._entry = entry
         self._get_schemas = get_schemas
@@ -70,7 +71,7 @@ class ToolReader:
         self._decode_holder = json.Decoder(defstruct("Holder", [("tools", list[entry])])).decode
 
     def read(self, conversation: Conversation) -> dict[str, DeclaredTool]:
-        """The declared tools by their names; empty if they cannot be read."""
+        """The declared tools by name; empty if they are unreadable."""
         tools: dict[str, DeclaredTool] = {}
         for key in TOOL_KEYS:
             raw = bytes(conversation.find_field(key) or b"")
@@ -79,7 +80,7 @@ class ToolReader:
         return tools
 
     def find_hints(self, conversation: Conversation) -> dict[str, bool]:
-        """Which tools only read, by name, as far as the request says so."""
+        """Whether each tool only reads, by name, if the request says so."""
         beside = conversation.known.beside if conversation.known is not None else None
         if beside is not None and not beside.hints:
             return {}
@@ -91,7 +92,7 @@ class ToolReader:
         return {}
 
     def may_declare(self, document: Document, tools: frozenset[str]) -> bool:
-        """False if a check without reading shows that a body's lists declare none of these tools by `name` or `type`."""
+        """Whether a body may declare one of these tools by `name` or `type`; a quick check that may be wrong if true."""
         conversation = document.conversation
         if not isinstance(conversation, Conversation) or not conversation.shows_lists:
             return self._may_hold(bytes(document), tools)
@@ -116,7 +117,7 @@ class ToolReader:
         return False
 
     def _spell(self, tool: str) -> list[bytes]:
-        """Bytes of which one stands in each declaration of a tool, unless that escapes what need not be escaped."""
+        """Bytes that a tool's declaration contains, unless it has unnecessary escapes."""
         names = [tool, *[kind for kind, called in self._called.items() if called == tool]]
         return [_NOT_PLAIN.split(name.encode("utf-8", "surrogateescape"))[0] for name in names]
 
@@ -137,7 +138,6 @@ class ToolReader:
 
 
 def _read_hint(tool: Any) -> bool | None:  # noqa: ANN401  # made at run time
-    """The hint in a tool's annotations."""
     if not tool.annotations:
         return None
     try:

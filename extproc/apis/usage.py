@@ -1,9 +1,10 @@
 """The facts that determine a call's cost: the model of a request, and the token counts of its response.
 
 - Each API has its own places for the same count. `envoy-config` turns them into rules for Envoy.
-- Envoy passes single counts by name if the response is one document.
-- From a stream, it passes whole objects as text, by their place. Envoy copies its rules for streams with each request, and
-  tries each on each event: a rule for each count would take twice as long as a few for objects.
+- If the response is one document, Envoy passes single counts by name.
+- From a stream, it passes whole objects as text, by their place. Envoy copies its rules for streams
+  with each request, and tries each on each event: a rule for each count would take twice as long as
+  a few for objects.
 - The values come from a model, or from a client that poses as one, so everything is bounded.
 """
 
@@ -22,7 +23,7 @@ MODEL: Final = "model"
 """The model's key in this namespace."""
 
 GATEWAY_NAMESPACE: Final = "io.envoy.ai_gateway"
-"""Metadata namespace of Envoy AI Gateway, which reads tokens in answers, too."""
+"""Metadata namespace of Envoy AI Gateway, which also reads token counts in answers."""
 
 GATEWAY_MODEL: Final = "model_name_override"
 """The model's key in that namespace."""
@@ -33,12 +34,13 @@ _GATEWAY_COUNTS: Final = {
     b"llm_cached_input_token": "cached",
     b"llm_cache_creation_input_token": "cache_write",
 }
-"""Its keys, which are those of its documentation. The input includes all others of the prompt; the output includes thoughts."""
+"""Its keys, as documented. The input includes all other counts of the prompt; the output includes
+thoughts."""
 
 COUNTS: Final = ("input", "output", "cached", "cache_read", "cache_write", "thoughts", "tool_input")
-"""Names of counts. `input` is the whole prompt, including `cached` tokens. APIs that do not include cached tokens in their
-`input` report them as `cache_read` and `cache_write`. `thoughts` and `tool_input` are in no other count.
-"""
+"""Names of counts. `input` is the whole prompt, including `cached` tokens. APIs that exclude cached
+tokens from their `input` report them as `cache_read` and `cache_write`. `thoughts` and `tool_input`
+are not part of other counts."""
 
 LONGEST_MODEL: Final = 256
 """Maximum length of a model's name, in characters."""
@@ -54,22 +56,23 @@ _MAX_OBJECT: Final = 8_192
 _decode: Final = json.Decoder(dict[str, Any]).decode
 
 Finder = Callable[[str], str]
-"""Takes a path; returns the model in it, empty for none."""
+"""Returns the model in a path; empty if there is none."""
 
 
 FINDERS: Final[list[tuple[str, Finder]]] = []
-"""For APIs whose paths name the model: a word in such paths, and the function. Every API adds its own."""
+"""For APIs whose paths name the model: a word in such paths, and the function. Each API adds its
+own."""
 
 
 def find_model(path: str, named: str = "") -> str:
     """The model of a request; empty if unknown.
 
-    If the path names a model, that model answers, whatever the body says. Otherwise the body names it. Paths are decoded,
-    because SDKs write `%3A` for a colon.
+    If the path names a model, that model answers, whatever the body says. Otherwise the body names
+    it. Paths are decoded, because SDKs write `%3A` for a colon.
 
     Args:
         path: the request's path.
-        named: the model in the body; empty for none, or if the body cannot be read.
+        named: the model in the body; empty if it has none or is unreadable.
     """
     for word, find in FINDERS:
         if word in path:
@@ -80,7 +83,7 @@ def find_model(path: str, named: str = "") -> str:
 
 
 def find_behind(path: str, *collections: str) -> str:
-    """The name that follows one of these words in a path, such as `/models/`."""
+    """The name after one of these words in a path, such as `/models/`."""
     for collection in collections:
         if collection in path:
             return decode_name(path.partition(collection)[2].partition("/")[0].partition(":")[0])
@@ -100,13 +103,13 @@ class Counts:
 
         Args:
             places: keys joined by dots, for each of COUNTS.
-            objects: objects in events that contain some of these places, in the order in which a stream sends them.
+            objects: objects in events that contain some of these places, in the stream's order.
         """
         self._counts = {name.encode(): name for name in places}
         self._objects = [(place.encode(), _find_within(place, places)) for place in objects]
 
     def read(self, told: dict[bytes, object]) -> dict[str, float]:
-        """The counts that Envoy passed, by the names in COUNTS; their values are not checked."""
+        """The counts that Envoy passed, by the names in COUNTS; their values are unchecked."""
         counts: dict[str, float] = {}
         for key, count in told.items():
             if isinstance(count, float) and key in self._counts:
@@ -119,7 +122,7 @@ class Counts:
 
 
 def read_gateway_counts(told: dict[bytes, object]) -> dict[str, float]:
-    """The counts of Envoy AI Gateway, by the names in COUNTS; empty if it found none: it then reports zeros."""
+    """The counts of Envoy AI Gateway, by the names in COUNTS; empty if it found none, when it reports zeros."""
     counts: dict[str, float] = {}
     for key, name in _GATEWAY_COUNTS.items():
         count = told.get(key)
