@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from hypothesis import strategies as st
 
@@ -329,16 +328,8 @@ class Model:
 
 
 def ask_store(store: Driver, takes: Sequence[Take], now: int | None) -> list[Taken]:
-    async def answered() -> Any:  # noqa: ANN401  # answers
-        return await ask_later(store, takes, now)
-
-    return list(store.run(answered()))
-
-
-async def ask_later(store: Driver, takes: Sequence[Take], now: int | None) -> Any:  # noqa: ANN401  # answers
     named = [replace(take, key=store.name(take.key), marker=store.name(take.marker) if take.marker else "") for take in takes]
-    answer = store.store.hit(named, now)
-    return await answer if inspect.isawaitable(answer) else answer
+    return list(store.settled(lambda on: on.hit(named, now)))
 
 
 def shown(taken: Taken) -> tuple[bool, bool, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
@@ -99,13 +98,12 @@ STEPS = st.lists(st.tuples(_SENT, st.integers(0, 50) | st.integers(0, 130_000) |
 KEYS = ("key", "before", "own", "usage")
 
 
-def ask_store(store: Driver, link: ChainLink, now: int) -> Trail:
+def place_link(store: Driver, link: ChainLink) -> ChainLink:
     changes: dict[str, Any] = {name: store.name(getattr(link, name)) for name in KEYS if getattr(link, name)}
-    changes["parents"] = tuple(store.name(parent) for parent in link.parents)
+    return link._replace(parents=tuple(store.name(parent) for parent in link.parents), **changes)
 
-    async def settled() -> Any:  # noqa: ANN401  # whatever a store answers
-        answer = store.store.push([link._replace(**changes)], now)
-        return (await answer if inspect.isawaitable(answer) else answer)[0]
 
-    found: Trail = store.run(settled())
+def ask_store(store: Driver, link: ChainLink, now: int) -> Trail:
+    placed = place_link(store, link)
+    found: Trail = store.settled(lambda on: on.push([placed], now))[0]
     return found

@@ -7,8 +7,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from extproc.metrics import Metrics
-from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import (
     FAILED,
     JOINED,
@@ -690,9 +688,3 @@ CASES: dict[str, Case] = {
     ],
 }
 """When, what is asked, and what a store says to it."""
-
-
-def ask(*questions: Step | Settlement) -> list[Standing]:
-    """Answers of a new store, a millisecond apart."""
-    store = MemoryStore(Metrics())
-    return [store.hit([asked], 1_000 + number)[0] for number, asked in enumerate(questions)]

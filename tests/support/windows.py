@@ -67,21 +67,18 @@ def cooldown_hits(steps: Sequence[tuple[bool, int]], cooldown_ms: int = 50) -> l
     return [(loop[looping], 1_000 + sum(gap for _, gap in steps[: place + 1])) for place, (looping, _) in enumerate(steps)]
 
 
-STEPS_BACK: list[tuple[str, Hit, list[int], list[tuple[int, bool, int, int]]]] = [
-    (
-        "by less than the window: simultaneous with the last request, then on by the new clock",
+COUNTS: dict[str, tuple[Hit, list[int], list[tuple[int, bool, int, int]]]] = {
+    "set back by less than the window: simultaneous with the last request, then on by the new clock": (
         make_hit(threshold=4),
         [50_000, 51_000, 46_000, 47_000],
         [(1, False, 0, 0), (2, False, 0, 1_000), (3, False, 0, 1_000), (4, True, 0, 2_000)],
     ),
-    (
-        "by the window: what was counted is forgotten, so a rare request is no loop",
+    "set back by the window: what was counted is forgotten, so a rare request is no loop": (
         make_hit(),
         [50_000, 51_000, 41_000, 42_000],
         [(1, False, 0, 0), (2, False, 0, 1_000), (1, False, 0, 0), (2, False, 0, 1_000)],
     ),
-    (
-        "in a cooldown, by less: it goes on, no longer than from its start",
+    "set back in a cooldown, by less: it goes on, no longer than from its start": (
         make_hit(window_ms=3_000, cooldown_ms=20_000),
         [50_000, 50_000, 50_000, 60_000, 45_000, 64_999, 65_000],
         [
@@ -89,14 +86,12 @@ STEPS_BACK: list[tuple[str, Hit, list[int], list[tuple[int, bool, int, int]]]] =
             *[(1, True, 20_000, 0), (1, True, 1, 0), (2, False, 0, 1)],
         ],
     ),
-    (
-        "in a cooldown, by more: it is over",
+    "set back in a cooldown, by more: it is over": (
         make_hit(window_ms=3_000, cooldown_ms=20_000),
         [50_000, 50_000, 50_000, 30_000],
         [(1, False, 0, 0), (2, False, 0, 0), (3, True, 20_000, 0), (1, False, 0, 0)],
     ),
-    (
-        "where refusals are not counted: the window ends by the new clock",
+    "set back where refusals are not counted: the window ends by the new clock": (
         make_hit(count_refused=False),
         [50_000, 51_000, 52_000, 46_000, 55_999, 56_000],
         [
@@ -104,8 +99,35 @@ STEPS_BACK: list[tuple[str, Hit, list[int], list[tuple[int, bool, int, int]]]] =
             *[(3, True, 0, 10_999), (1, False, 0, 0)],
         ],
     ),
-]
-"""What a clock does to a `sliding_ttl`: a hit, the times at which it comes, and count, looping, cooldown and span each time."""
+    **{
+        f"{kind}: the third request is the first acted on": (
+            make_hit(kind),
+            [0, 1, 2, 3],
+            [(1, False, 0, 0), (2, False, 0, 1), (3, True, 0, 2), (4, True, 0, 3)],
+        )
+        for kind in WINDOW_TYPES
+    },
+    **{
+        f"{kind}: refusals that are not counted": (
+            make_hit(kind, count_refused=False),
+            [0, 1, 5_000, 9_000, 10_001],
+            [(1, False, 0, 0), (2, False, 0, 1), (3, True, 0, 5_000), (3, True, 0, 9_000), (1, False, 0, 0)],
+        )
+        for kind in WINDOW_TYPES
+    },
+    **{
+        f"{kind}: a cooldown outlasts its window": (
+            make_hit(kind, cooldown_ms=60_000),
+            [0, 1, 2, 30_000, 60_001, 60_002],
+            [
+                *[(1, False, 0, 0), (2, False, 0, 1), (3, True, 60_000, 2)],
+                *[(1, True, 30_002, 0), (1, True, 1, 0), (2, False, 0, 1)],
+            ],
+        )
+        for kind in WINDOW_TYPES
+    },
+}
+"""A hit, the times at which it comes, and count, looping, cooldown and span each time; `set back` is about the clock."""
 
 
 def make_push(entry: str, request: str = "", **changes: Any) -> Push:  # noqa: ANN401  # Push's own fields

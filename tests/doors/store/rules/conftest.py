@@ -33,30 +33,38 @@ def _by_the_library() -> Iterator[str]:
         yield f"{url}?client=redis-py"
 
 
-STORES: dict[str, Callable[[], Iterator[str]]] = {
-    "memory": lambda: iter(["memory://"]),
+SERVERS: dict[str, Callable[[], Iterator[str]]] = {
     "valkey": _on_one,
     "redis": _on_debians,
     "redis-py": _by_the_library,
     "cluster": _on_a_cluster,
 }
-"""Every store by name, with the servers that it needs: one body of tests drives them all."""
+"""Servers, and ways to them, by name."""
+
+_LANGUAGES = ("memory", "valkey")
+"""Stores whose rules are written in Python, and in Lua: each rule has one set of cases for both."""
 
 
 @pytest.fixture(scope="session")
 def drivers() -> Iterator[Callable[[str], Driver]]:
     """Opens a store by its name, once for all modules."""
     with ExitStack() as stack:
-        yield cache(lambda name: stack.enter_context(Driver(stack.enter_context(contextmanager(STORES[name])()))))
+
+        @cache
+        def start(name: str) -> Driver:
+            url = stack.enter_context(contextmanager(SERVERS[name])()) if name in SERVERS else f"{name}://"
+            return stack.enter_context(Driver(url))
+
+        yield start
 
 
-@pytest.fixture(scope="module", params=STORES)
+@pytest.fixture(scope="module", params=_LANGUAGES)
 def opened(request: pytest.FixtureRequest, drivers: Callable[[str], Driver]) -> Driver:
-    """Each store, started once."""
+    """A store of each language, started once."""
     return drivers(request.param)
 
 
 @pytest.fixture
 def store(opened: Driver) -> Driver:
-    """Each store, empty."""
+    """The same, empty."""
     return opened.fresh()

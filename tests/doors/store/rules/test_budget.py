@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,8 +90,10 @@ def test_settlements_of_one_round_trip_may_or_may_not_have_markers(store: Driver
     assert [taken.left for taken in ask_store(store, [make_bucket(0), make_period(0), make_breaker(0)], NOON)] == [3, 7, 5]
 
 
-def test_what_one_rule_refuses_costs_no_other_rule(store: Driver) -> None:
+@pytest.mark.parametrize("name", ["memory", "cluster"])
+def test_what_one_rule_refuses_costs_no_other_rule(drivers: Callable[[str], Driver], name: str) -> None:
     """Also on a cluster, where the rules of one request are in different slots: what the others took comes back."""
+    store = drivers(name).fresh()
     rules = [bucket(0.001, 2, name="caller"), bucket(0.001, 1, name="team", keys=["header:x-team"])]
     service = make_service(limited(*rules, identity=store.name("").replace(":", "-")), store=store.store)
 

@@ -50,20 +50,3 @@ def test_rings_and_counters_are_asked_together(store: Driver) -> None:
 
     assert [len(found) for found in entries] == [2 if number == 5 else 1 for number in range(20)]
     assert [count.count for count in counts] == [1]
-
-
-def test_pushes_at_the_same_time_all_stand(store: Driver) -> None:
-    """Fifty concurrent pushes to one ring leave the fifty entries, each push having seen one more."""
-
-    async def push(number: int) -> Any:  # noqa: ANN401  # entries
-        pushed = make_push(str(number), size=50)
-        placed = pushed._replace(key=store.key(pushed))
-        return await store.later(lambda on: on.push([placed]))
-
-    async def all_at_once() -> list[Any]:
-        return await asyncio.gather(*map(push, range(50)))
-
-    found = [entries for [entries] in store.run(all_at_once())]
-
-    assert sorted(len(entries) for entries in found) == list(range(1, 51))
-    assert {*max(found, key=len)} == {str(number).encode() for number in range(50)}

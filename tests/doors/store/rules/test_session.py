@@ -9,9 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.session import CONVERSATION, FAILED, JOINED, SUCCEEDED, WITHDRAWN, Limits, Settlement, Step, add_up
+from extproc.store.rules.session import (
+    CONVERSATION,
+    FAILED,
+    JOINED,
+    MAX_MONEY,
+    SUCCEEDED,
+    WITHDRAWN,
+    Limits,
+    Settlement,
+    Standing,
+    Step,
+    add_up,
+)
 from tests.support.examples import examples
-from tests.support.ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, in_session, limit, make_step, play, settle_step, tell
+from tests.support.ledger import (
+    CASES,
+    LIMITS_OF_ALL_KINDS,
+    MOVES,
+    NO_LIMITS,
+    Book,
+    call,
+    digest,
+    in_session,
+    limit,
+    make_record,
+    make_step,
+    play,
+    settle_step,
+    tell,
+)
 from tests.support.records import replace
 from tests.support.servers import Driver
 from tests.support.session_calls import MOVES as AGENT_MOVES
@@ -103,6 +130,65 @@ def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) 
         asked = replace(step, calls=calls, total=add_up(calls), newest=newest, tools=names)
 
         assert store.account([asked], number) == [memory(asked, number)]
+
+
+def ask_all(store: Driver, *asked: Step | Settlement) -> list[Standing]:
+    """Answers to questions, a millisecond apart."""
+    return [store.account([one], 1_000 + number)[0] for number, one in enumerate(asked)]
+
+
+def test_forgotten_calls_are_not_counted_again(store: Driver) -> None:
+    """In a history longer than what is kept of it, what stands before a known call is older, and behind it new."""
+    history = [make_record(number, "send" if number == 3 else "read") for number in range(900)]
+    limits, lengths = limit(tools=((digest("send"), 1),)), (300, 301, 600, 899, 900)
+
+    standings = ask_all(store, *(make_step(length, limits, history[:length]) for length in lengths))
+
+    assert [(tell(standing), standing.tool_calls) for standing in standings] == [("ok", length) for length in lengths]
+
+
+def test_as_many_calls_are_known_as_a_limit_needs(store: Driver) -> None:
+    """Where a thousand calls are allowed, twice as many are found again in a history that has lost its newest turns."""
+    history = [make_record(number, arguments=str(number)) for number in range(900)]
+    shown = (history, history[388:420], history[300:330])
+
+    standings = ask_all(store, *(make_step(number, limit(tool_calls=1_000), calls) for number, calls in enumerate(shown)))
+
+    assert [standing.tool_calls for standing in standings] == [900, 900, 930]  # of a thousand, the newest 512
+
+
+def test_tools_are_counted_as_far_as_there_is_room(store: Driver) -> None:
+    """64 tools are counted, each by the start of its name; one that has a limit always is."""
+    calls = [number.to_bytes(6) + number.to_bytes(4) + bytes(5) for number in range(100)]
+    tools = tuple((number.to_bytes(4), "\U0001f600" * number + "\ud800") for number in range(100))
+    limits = limit(tools=(((99).to_bytes(4), 5),))
+
+    (standing,) = ask_all(store, make_step(1, limits, calls, tools=tools))
+
+    assert standing.tool_calls == 100
+    assert [tool for tool, _, _ in standing.tools] == [number.to_bytes(4) for number in (*range(63), 99)]
+    assert [name for _, name, _ in standing.tools[:3]] == ["?", "\U0001f600?", "\U0001f600" * 2 + "?"]
+    assert standing.tools[-1][1] == "\U0001f600" * 63
+
+
+def test_money_stays_exact(store: Driver) -> None:
+    steps = [make_step(number, NO_LIMITS, reserve=10**30) for number in range(100)]
+
+    *_, standing = ask_all(store, *steps, settle_step(steps[-1], cost=10**30))
+
+    assert standing.cost == MAX_MONEY
+    assert standing.reserved <= MAX_MONEY
+
+
+def test_every_call_of_a_long_history_is_counted(store: Driver) -> None:
+    """Also by tool, where only the newest are looked at one by one: a session that was not known may have a long past."""
+    tools = ["send" if number % 10 == 3 else "read" for number in range(4_900)]
+    limits = limit(tool_calls=10**9, tools=((digest("send"), 490),))
+
+    (first, second) = ask_all(store, *(make_step(number, limits, call(*tools, *["send"] * number)) for number in range(2)))
+
+    assert (tell(first), first.tool_calls) == ("ok", 4_900)
+    assert (tell(second), second.tool_calls) == ("max_calls_per_tool 491/490 send", 4_901)
 
 
 def test_the_newest_reservations_stay_open(store: Driver) -> None:
