@@ -215,7 +215,7 @@ def cluster(primaries: int = 3, *, replicas: bool = True, full: bool = True, fai
         share = 16_384 // primaries
         for number, node in enumerate(nodes[:primaries]):
             last = 16_383 if number == primaries - 1 else (number + 1) * share - 1
-            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", number * share, last)
+            node.client().execute_command("CLUSTER", "ADDSLOTS", *range(number * share, last + 1))
             node.client().execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in nodes[1:]:
             nodes[0].client().execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
