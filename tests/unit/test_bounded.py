@@ -1,4 +1,4 @@
-"""Recent results are remembered, and their number is bounded."""
+"""Memos and LRU caches are bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from extproc.bounded import LRU, Memo
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 5))
 def test_recent_answers_stay(asked: Sequence[int], most: int) -> None:
-    """Whatever was asked for among the last few is known; no more than two generations are, and no answer is another's."""
     memo: Memo[int, str] = Memo(most)
     for place, key in enumerate(asked):
         known = memo.get(key)
@@ -25,8 +24,7 @@ def test_recent_answers_stay(asked: Sequence[int], most: int) -> None:
         assert len(memo) <= 2 * most
 
 
-def test_the_size_of_two_generations_is_kept() -> None:
-    """What is replaced takes up nothing any more, and an answer larger than a generation is not kept."""
+def test_size_counts_two_generations() -> None:
     memo: Memo[str, str] = Memo(4, lambda _, value: len(value))
     sizes = []
     for key, size in (("a", 3), ("b", 3), ("b", 1), ("c", 3), ("d", 5), ("e", 1)):
@@ -38,8 +36,7 @@ def test_the_size_of_two_generations_is_kept() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9))), st.integers(1, 12))
-def test_answers_are_bounded_by_their_size(answers: Sequence[tuple[int, int]], most: int) -> None:
-    """Two generations are the most that is kept, and the newest answer is among them unless it is too large."""
+def test_answers_are_bounded_by_size(answers: Sequence[tuple[int, int]], most: int) -> None:
     memo: Memo[int, str] = Memo(most, lambda _, value: len(value))
     for key, size in answers:
         memo.put(key, "x" * size)
@@ -49,8 +46,7 @@ def test_answers_are_bounded_by_their_size(answers: Sequence[tuple[int, int]], m
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 5))
-def test_the_least_recently_used_value_makes_room(used: Sequence[int], most: int) -> None:
-    """As a list says that is put in order at each use."""
+def test_least_recently_used_value_is_dropped(used: Sequence[int], most: int) -> None:
     cache: LRU[int, str] = LRU(most)
     order: list[int] = []
     for key in used:

@@ -1,4 +1,4 @@
-"""Log lines, and the limit on how many are written."""
+"""Log lines, and the limit on their rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def _root_logger() -> Iterator[None]:
 
 
 def written(capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: str, **values: object) -> str:
-    """What stderr gets for one warning."""
     setup(log_format, "info")
     logging.getLogger("loopguard").warning(message, extra=make_extra(**values))
     logging.getLogger("loopguard").debug("below the level")
@@ -38,15 +37,13 @@ def written(capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: 
     ],
     ids=["a bounded number each second", "a clock that starts at zero"],
 )
-def test_a_rate_limit_tells_how_many_it_dropped(most: int, times: tuple[float, ...], admitted: list[int | None]) -> None:
-    """By the next event that passes."""
+def test_rate_limit_reports_how_many_it_dropped(most: int, times: tuple[float, ...], admitted: list[int | None]) -> None:
     limit = RateLimit(most)
 
     assert [limit.admit(now) for now in times] == admitted
 
 
-def test_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """Time, level, message and fields stand in one line; fields that are None are left out."""
+def test_text_line_has_time_level_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
     line = written(capsys, "text", "loop detected", policy="p", count=3, tenant=None)
 
     stamp, _, rest = line.partition(" ")
@@ -55,8 +52,7 @@ def test_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert rest == "warning loop detected policy=p count=3\n"
 
 
-def test_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fields keep their types and are added beside time, level and message; what JSON cannot express becomes text."""
+def test_json_line_keeps_the_types_of_fields(capsys: pytest.CaptureFixture[str]) -> None:
     line = json.loads(written(capsys, "json", "loop detected", policy="p", count=3, tenant=None, odd=1 + 2j))
 
     assert line.pop("time").endswith("Z")
@@ -81,7 +77,6 @@ HOSTILE = [
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_no_value_can_break_a_line(capsys: pytest.CaptureFixture[str], log_format: LogFormat, value: str) -> None:
-    """Whatever stands in a field or in the message, the line stays one line, and its fields can be told apart."""
     line = written(capsys, log_format, f"m {value}", field=value, last="end")
 
     text = line.removesuffix("\n")
@@ -95,8 +90,7 @@ def test_no_value_can_break_a_line(capsys: pytest.CaptureFixture[str], log_forma
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_an_exception_is_shown(capsys: pytest.CaptureFixture[str], log_format: LogFormat) -> None:
-    """A traceback follows the line in text, and is a field in JSON; what the exception says cannot control a terminal."""
+def test_exception_is_logged_and_escaped(capsys: pytest.CaptureFixture[str], log_format: LogFormat) -> None:
     setup(log_format, "info")
     try:
         int("boom\x1b[2J")
@@ -113,8 +107,7 @@ def test_an_exception_is_shown(capsys: pytest.CaptureFixture[str], log_format: L
         assert (rest[0], rest[-1][-12:]) == ("Traceback (most recent call last):", r"boom\x1b[2J'")
 
 
-def test_the_level_is_a_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines below the level are not written, and the watcher's chatter never is."""
+def test_lines_below_the_level_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     setup("text", "error")
     logging.getLogger("loopguard").warning("too mild")
     setup("text", "debug")

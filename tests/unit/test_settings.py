@@ -1,4 +1,4 @@
-"""Settings: flag, else environment, else default."""
+"""Settings come from a flag, else the environment, else the default."""
 
 from __future__ import annotations
 
@@ -65,15 +65,13 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
 ]
 
 
-def test_the_table_below_has_every_setting() -> None:
-    """A setting that is added has to be tested as well."""
+def test_table_has_every_setting() -> None:
     flags = [item.name for item in fields(Settings) if item.metadata["metavar"] != ENVIRONMENT_ONLY]
 
     assert [row[0] for row in EVERY] == flags
 
 
-def test_a_password_comes_from_the_environment_alone() -> None:
-    """A secret has a variable and no flag: every user of the machine can read a command line."""
+def test_password_has_no_flag() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
 
@@ -82,10 +80,9 @@ def test_a_password_comes_from_the_environment_alone() -> None:
 
 
 @pytest.mark.parametrize(("name", "flags", "variable", "by_flag", "by_variable"), EVERY)
-def test_flag_over_environment_over_default(
+def test_flag_overrides_environment_overrides_default(
     name: str, flags: list[str], variable: str, by_flag: object, by_variable: object
 ) -> None:
-    """Every setting has a flag and a variable of the same name; the flag wins, and without either the default holds."""
     flag = "--" + name.replace("_", "-")
     line = [part for value in flags for part in (flag, value)] or [flag]
     environment = {name.upper(): variable}
@@ -96,8 +93,7 @@ def test_flag_over_environment_over_default(
     assert values[2] not in values[:2]
 
 
-def test_the_defaults() -> None:
-    """Without any setting Loopguard listens on loopback, counts in memory, acts, and lets through what it cannot decide."""
+def test_defaults() -> None:
     settings = given()
 
     assert (settings.listen.text, settings.admin.text) == ("127.0.0.1:50051", "127.0.0.1:9900")
@@ -116,8 +112,7 @@ def test_the_defaults() -> None:
         ("unix:/run/loopguard.sock", Address("unix:/run/loopguard.sock")),
     ],
 )
-def test_addresses(text: str, expected: Address) -> None:
-    """TCP addresses have a port, IPv6 ones brackets, no host means all interfaces, `unix:/` is a socket."""
+def test_addresses_are_parsed(text: str, expected: Address) -> None:
     found = parse_address(text)
 
     assert found == expected
@@ -156,8 +151,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value", "right"), BAD)
-def test_a_bad_value_names_its_origin_and_what_is_right(name: str, value: str, right: str) -> None:
-    """The message starts with the flag, or the variable, that carries the value, and says what would be right."""
+def test_invalid_value_names_its_origin_and_valid_values(name: str, value: str, right: str) -> None:
     flag = "--" + name.replace("_", "-")
 
     with pytest.raises(UsageError) as by_variable:
@@ -178,13 +172,11 @@ def test_a_bad_value_names_its_origin_and_what_is_right(name: str, value: str, r
         (["--shadow"], "maybe", True),
     ],
 )
-def test_switches_in_the_environment(flags: list[str], variable: str, value: bool) -> None:
-    """A switch is on or off by any of the usual words; a variable that a flag overrides is not even read."""
+def test_switches_take_the_usual_words(flags: list[str], variable: str, value: bool) -> None:
     assert given(*flags, SHADOW=variable).shadow is value
 
 
 def test_unknown_variables_are_named() -> None:
-    """What looks like a setting and is none is told, with what may be meant; what Kubernetes sets is left alone."""
     environ = dict.fromkeys(
         ["LOOPGUARD_MAX_STREAM", "LOOPGUARD_QQQQ", "LOOPGUARD_SHADOW", "LOOPGUARD_PORT", "LOOPGUARD_PORT_50051_TCP_ADDR"], "1"
     )

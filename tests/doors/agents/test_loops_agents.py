@@ -1,7 +1,4 @@
-"""Agents on the real SDKs whose model loops or gets on, through the real Envoy and two Loopguards.
-
-The agents and the model are those of `make demo-agent`; each case says what the model asks for.
-"""
+"""Agents on the real SDKs that loop or make progress, through the real Envoy and two Loopguards."""
 
 from __future__ import annotations
 
@@ -31,12 +28,11 @@ Agent = Callable[[Job], Iterator[object]]
 
 
 def threads_agent(job: Job) -> Iterator[object]:
-    """Anthropic's SDK and its tool runner, which keeps the conversation in a thread of the server's."""
+    """Anthropic's tool runner, whose conversation is a thread on the server."""
     import anthropic
 
     @anthropic.beta_tool(name=CHECK.tool)
     def run(build: int, *, verbose: bool) -> str:  # noqa: ARG001  # what CHECK is called with
-        """Check."""
         return job.tools["check"]()
 
     named = {**job.headers, "x-session-id": f"session-of-{job.user}"}
@@ -45,15 +41,15 @@ def threads_agent(job: Job) -> Iterator[object]:
     yield from client.beta.messages.tool_runner(model=NAME, max_tokens=99, messages=messages, tools=[run])
 
 
+# Their history is on the server: a request shows only the newest results.
 KEPT: dict[str, Agent] = {"previous_response_id": stored_agent, "threads": threads_agent}
-"""The server keeps their history: each request shows the newest results alone."""
 
 WAIT = Call("wait_for_build", {"seconds": 5})
 CYCLE = [[Call("first", {"n": 1})], [Call("second", {"n": 2})], [Call("third", {"n": 3})]]
 
 
 class Loop(NamedTuple):
-    """What an agent is asked for, where, after how many turns it is refused, and with which words."""
+    """An agent and its path, the answers of its model, the turn after which it is refused, and the reason."""
 
     agent: Agent
     path: str
@@ -66,10 +62,6 @@ TURNS = "3 of the last 3 turns were check with the same input and the same resul
 CALLS = "3 of the last 3 tool calls were check with the same arguments and the same result"
 LOOPS: dict[str, Loop] = {
     **{f"turns, {name}": Loop(agent, "/turns", again(action), 3, TURNS) for name, (agent, action) in AGENTS.items()},
-    **{
-        f"calls, {name}": Loop(AGENTS[name][0], "/calls", again([CHECK]), 3, CALLS)
-        for name in ("chat", "responses", "anthropic")
-    },
     **{
         name: Loop(agent, "/kept", again([CHECK]), 3, "3 of the last 3 turns returned the same result")
         for name, agent in KEPT.items()
@@ -90,8 +82,7 @@ LOOPS: dict[str, Loop] = {
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_a_looping_agent_is_stopped(gate: Gate, case: str, user: dict[str, str]) -> None:
-    """At the threshold the SDK raises an error with the reason; the refused request is sent once and goes no further."""
+def test_looping_agent_is_refused_at_the_threshold(gate: Gate, case: str, user: dict[str, str]) -> None:
     agent, path, script, turns, said = LOOPS[case]
     sent = gate.sent()
 
@@ -104,7 +95,7 @@ def test_a_looping_agent_is_stopped(gate: Gate, case: str, user: dict[str, str])
 
 
 class Progress(NamedTuple):
-    """What a model answers an agent, where, to which tasks, and the tools whose results move."""
+    """An agent and its path, the answers of its model, the user's tasks, and the tools whose results change."""
 
     agent: Agent
     path: str
@@ -130,8 +121,7 @@ PROGRESS: dict[str, Progress] = {
 
 
 @pytest.mark.parametrize("case", PROGRESS)
-def test_an_agent_that_makes_progress_is_never_stopped(gate: Gate, case: str, user: dict[str, str]) -> None:
-    """Other arguments, other results or a new user message: every request reaches the model, up to the last."""
+def test_agent_that_makes_progress_is_never_refused(gate: Gate, case: str, user: dict[str, str]) -> None:
     agent, path, answers, tasks, moving = PROGRESS[case]
     before = gate.stack.total("loops_detected_total")
 

@@ -29,23 +29,19 @@ POLICIES = bundle(
 )
 THRESHOLD = 3
 
-served: Counter[str] = Counter()
-"""How often each query has reached a server."""
+served: Counter[str] = Counter()  # how often each query reached a server
 
 
 def search(query: str, limit: int = 10) -> str:
-    """Search."""
     served[query] += 1
     return f"{limit} results for {query}"
 
 
 def build(target: str) -> str:
-    """Build."""
     return f"started {target}"
 
 
 def wait_for_build(seconds: int) -> str:
-    """Wait."""
     return f"waited {seconds}"
 
 
@@ -65,7 +61,6 @@ def make_app(kind: str) -> Any:  # noqa: ANN401  # an ASGI application
 
 @contextmanager
 def run_server(kind: str) -> Iterator[str]:
-    """A server in a thread of its own; its address."""
     port = free_port()
     config = uvicorn.Config(make_app(kind), port=port, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
@@ -81,7 +76,6 @@ def run_server(kind: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def gates() -> Iterator[dict[str, Stack]]:
-    """One stack for the server of each SDK, each behind another transport."""
     with ExitStack() as opened:
         yield {
             kind: opened.enter_context(
@@ -91,14 +85,8 @@ def gates() -> Iterator[dict[str, Stack]]:
         }
 
 
-@pytest.fixture(params=["mcp", "fastmcp"])
-def made(request: pytest.FixtureRequest, gates: dict[str, Stack]) -> Stack:
-    """Each stack in turn; every agent is a user of its own."""
-    return gates[request.param]
-
-
 class Result(NamedTuple):
-    """What a model reads."""
+    """The result of a call."""
 
     failed: bool
     text: str
@@ -134,7 +122,6 @@ async def connect_mcp(url: str, headers: Mapping[str, str], mode: str = "auto") 
 
 @asynccontextmanager
 async def connect_fastmcp(url: str, headers: Mapping[str, str]) -> AsyncIterator[Session]:
-    """The other one."""
     import fastmcp
     from fastmcp.client.transports import StreamableHttpTransport
 
@@ -156,12 +143,13 @@ CLIENTS: dict[str, Callable[[str, Mapping[str, str]], AbstractAsyncContextManage
 }
 
 
-@pytest.fixture(params=CLIENTS)
-def use(request: pytest.FixtureRequest, made: Stack, user: dict[str, str]) -> Callable[..., list[Result]]:
-    """What comes of some calls in one session, in which the tools are listed before and after; by each client in turn."""
+@pytest.fixture(params=[("mcp", "mcp"), ("fastmcp", "mcp-handshake"), ("fastmcp", "fastmcp")], ids="-".join)
+def use(request: pytest.FixtureRequest, gates: dict[str, Stack], user: dict[str, str]) -> Callable[..., list[Result]]:
+    """Calls tools in one session, and lists the tools before and after."""
+    server, client = request.param
 
     async def work(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Result]:
-        async with CLIENTS[request.param](f"http://127.0.0.1:{made.envoy.port}/mcp", user) as session:
+        async with CLIENTS[client](f"http://127.0.0.1:{gates[server].envoy.port}/mcp", user) as session:
             listed = await session.list_tools()
             results = [await session.call(*call) for call in calls]
             assert await session.list_tools() == listed == ["search", "build", "wait_for_build"]
@@ -170,8 +158,7 @@ def use(request: pytest.FixtureRequest, made: Stack, user: dict[str, str]) -> Ca
     return lambda *calls: asyncio.run(work(calls))
 
 
-def test_the_reason_is_a_result_and_the_session_goes_on(use: Callable[..., list[Result]], user: dict[str, str]) -> None:
-    """The repeated call never reaches the server; the agent reads why, and its other calls are answered in the same session."""
+def test_refusal_is_a_tool_result_within_the_session(use: Callable[..., list[Result]], user: dict[str, str]) -> None:
     query = f"looping {user['x-user-id']}"
 
     *results, after = use(*[("search", {"query": query})] * (THRESHOLD + 1), ("search", {"query": query, "limit": 5}))
@@ -182,24 +169,24 @@ def test_the_reason_is_a_result_and_the_session_goes_on(use: Callable[..., list[
     assert served[query] == THRESHOLD
 
 
-def test_what_is_no_repeated_call_is_never_refused(made: Stack, use: Callable[..., list[Result]]) -> None:
-    """An agent connects again and again, lists the tools each time and calls one with other arguments: all is answered."""
-    before = made.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call")
-    for number in range(2 * THRESHOLD):
+def test_other_calls_and_requests_are_never_refused(gates: dict[str, Stack], use: Callable[..., list[Result]]) -> None:
+    def count_uncounted() -> float:
+        return sum(each.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call") for each in gates.values())
+
+    before = count_uncounted()
+    for number in range(THRESHOLD + 1):
         assert use(("search", {"query": f"page {number}"})) == [Result(failed=False, text=f"10 results for page {number}")]
 
-    assert made.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call") >= before + 4 * THRESHOLD
+    assert count_uncounted() >= before + 2 * (THRESHOLD + 1)
 
 
-def test_a_new_session_does_not_start_a_new_count(use: Callable[..., list[Result]]) -> None:
-    """An agent that reconnects before each call is still found to repeat it."""
+def test_new_session_does_not_reset_the_count(use: Callable[..., list[Result]]) -> None:
     failed = [use(("search", {"query": "again"}))[0].failed for _ in range(THRESHOLD)]
 
     assert failed == [False] * (THRESHOLD - 1) + [True]
 
 
-def test_tools_have_limits_of_their_own(use: Callable[..., list[Result]]) -> None:
-    """A tool that waits may be called as often as the agent likes, and another one once, with the operator's words about it."""
+def test_tools_have_their_own_limits(use: Callable[..., list[Result]]) -> None:
     *waits, built, refused = use(*[("wait_for_build", {"seconds": 5})] * 2 * THRESHOLD, *[("build", {"target": "all"})] * 2)
 
     assert [result.failed for result in (*waits, built, refused)] == [False] * (2 * THRESHOLD + 1) + [True]
@@ -208,13 +195,12 @@ def test_tools_have_limits_of_their_own(use: Callable[..., list[Result]]) -> Non
 
 
 @pytest.mark.parametrize("method", ["message/send", "SendMessage"])
-def test_a_message_to_another_agent_is_refused_as_an_error(made: Stack, user: dict[str, str], method: str) -> None:
-    """The same parts with different ids are one message, and the error of the refusal has the last request's id."""
+def test_message_to_another_agent_is_refused_with_an_error(gates: dict[str, Stack], user: dict[str, str], method: str) -> None:
     for number in range(THRESHOLD):
         parts = [{"kind": "text", "text": "Are you done?", "metadata": {"at": number}}]
         message = {"messageId": f"m-{number}", "contextId": f"c-{number}", "role": "user", "parts": parts}
         request = {"jsonrpc": "2.0", "id": f"id-{number}", "method": method, "params": {"message": message}}
-        answer = made.post("/a2a", request, {"content-type": "application/json", "accept": "application/json", **user})
+        answer = gates["mcp"].post("/a2a", request, {"content-type": "application/json", "accept": "application/json", **user})
 
     assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
     said = answer.json()["error"]["message"]
@@ -222,14 +208,15 @@ def test_a_message_to_another_agent_is_refused_as_an_error(made: Stack, user: di
     assert said.startswith("Loop detected: this same message has been sent 3 times within ")
 
 
-def test_who_takes_nothing_but_events_gets_one(made: Stack, user: dict[str, str]) -> None:
-    """A client whose accept header knows only event streams reads the refusal as one; Envoy's access log shows it as such."""
+def test_client_of_event_streams_gets_an_event(gates: dict[str, Stack], user: dict[str, str]) -> None:
     request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search"}}
     for _ in range(THRESHOLD):
-        answer = made.post("/events", request, {"content-type": "application/json", "accept": "text/event-stream", **user})
+        answer = gates["mcp"].post(
+            "/events", request, {"content-type": "application/json", "accept": "text/event-stream", **user}
+        )
 
     assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
     event, data, *end = answer.body.decode().split("\n")
     assert (event, end) == ("event: message", ["", ""])
     assert json.loads(data.removeprefix("data: "))["result"]["isError"] is True
-    assert made.envoy.logged("/events", status=200, details="loop_detected")["loop_policy"] == "tools"
+    assert gates["mcp"].envoy.logged("/events", status=200, details="loop_detected")["loop_policy"] == "tools"

@@ -1,4 +1,4 @@
-"""Agents of every API and framework that are stuck: told by a note on the way, those that listen finish their task."""
+"""Stuck agents of every API and framework get a note; those that follow it finish their task."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICIES = bundle(STEERING)
 
 
 def streaming_agent(job: Job) -> Iterator[Turn]:
-    """OpenAI's SDK, chat completions, with answers in pieces."""
+    """OpenAI's SDK, chat completions, with streamed responses."""
     import openai
 
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers=job.headers)
@@ -51,7 +51,6 @@ def streaming_agent(job: Job) -> Iterator[Turn]:
 
 
 def run_sdk(agent: Callable[[Job], Iterator[Turn]], errand: Errand) -> str:
-    """An agent on a bare SDK."""
     tools = {"check": lambda **_: errand.check(), "ask_colleague": lambda **_: errand.ask_colleague()}
     *_, last = islice(agent(Job(errand.url, errand.user, ["Tell me when it is done."], tools)), MOST_TURNS)
     return last.text
@@ -60,19 +59,25 @@ def run_sdk(agent: Callable[[Job], Iterator[Turn]], errand: Errand) -> str:
 SDKS: dict[str, Run] = {name: partial(run_sdk, agent) for name, (agent, _) in AGENTS.items()}
 SDKS["chat, streamed"] = partial(run_sdk, streaming_agent)
 RUNS = FRAMEWORKS | SDKS
+# A framework for each API, and one that retries.
 SHALLOW = ("langchain", "openai-agents, responses", "anthropic tool runner", "node, vercel")
-"""A framework for each API, and one that retries."""
 
 
 def make_errand(gate: Gate, user: str) -> Errand:
-    """To check what never changes, or to ask a colleague, who knows."""
     return Errand(gate.url, user, same, lambda: DONE)
 
 
-@pytest.mark.parametrize("name", deepen(RUNS, *SDKS, *SHALLOW))
-@pytest.mark.parametrize(("end", "asked"), [("told", 5), ("landed", 6), ("refused", 7)])
-def test_a_stuck_agent_comes_to_its_end(gate: Gate, name: str, end: str, asked: int, user: dict[str, str]) -> None:
-    """A model that finds the note takes another way, one without tools answers; one that ignores both is refused, once."""
+@pytest.mark.parametrize(
+    ("name", "end", "asked"),
+    [
+        *deepen([(name, "told", 5) for name in RUNS], *((name, "told", 5) for name in (*SDKS, *SHALLOW))),
+        *deepen([(name, "landed", 6) for name in RUNS], *((name, "landed", 6) for name in (*SDKS, *SHALLOW))),
+        *((name, "refused", 7) for name in ("chat", "anthropic", "node, vercel")),
+    ],
+)
+def test_stuck_agent_follows_note_or_landing_or_is_refused(
+    gate: Gate, name: str, end: str, asked: int, user: dict[str, str]
+) -> None:
     model, who, sent = gate.model, user[USER], gate.sent()
     model.scripts[who] = again(ACTION if name == "react" else [Call("check")])
     if end == "told":
@@ -91,8 +96,7 @@ def test_a_stuck_agent_comes_to_its_end(gate: Gate, name: str, end: str, asked: 
     assert gate.sent() - sent == model.asked[who] + (end == "refused")
 
 
-def test_an_agent_that_signs_its_requests_is_not_told(gate: Gate, user: dict[str, str]) -> None:
-    """AWS's SDK signs the body by SigV4: its model gets what was signed, and the loop is refused where it always is."""
+def test_signed_requests_get_no_note(gate: Gate, user: dict[str, str]) -> None:
     gate.model.scripts[user[USER]] = again([Call("check")])
 
     with pytest.raises(Exception, match="recursive_loop_detected"):

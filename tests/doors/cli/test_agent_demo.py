@@ -1,50 +1,37 @@
-"""`make demo-agent`, as a user runs it."""
+"""`make demo-agent`: most of it in this process, where the SDKs are imported already."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+import agent_demo
 import pytest
 
 from tests.support import ROOT
 from tests.support.documents import bundle, policy
-from tests.support.harness import PATIENCE, Process
+from tests.support.harness import Process
 from tests.support.processes import alive
 
 COMMAND = [sys.executable, str(ROOT / "envoy" / "agent_demo.py")]
 
 
-def run(log: Path, *flags: str) -> Process:
-    """The demo with its output in a file."""
-    return Process([*COMMAND, *flags], log)
-
-
-def left(output: str) -> Sequence[int]:
-    """Of the children that the output names, those that still run."""
+def list_left(output: str) -> list[int]:
+    """The children named in the output that still run."""
     pids = [int(pid) for pid in re.findall(r"\(pid (\d+)\)", output)]
     assert len(pids) == 2
     return [pid for pid in pids if alive(pid)]
 
 
-def write(path: Path, **loop: object) -> str:
-    """A policy file for all that agents ask for; returns its path."""
-    mode = str(loop.pop("mode", "enforce"))
-    path.write_text(json.dumps(bundle(policy("p", {"pathPrefix": "/v1"}, mode=mode, limit_keys=["header:x-user-id"], **loop))))
-    return str(path)
-
-
 @pytest.mark.deep
-def test_every_scene_goes_as_told(tmp_path: Path) -> None:
-    """Four loops and a cycle are refused with the reason, progress is not; the exit code is 0 and nothing stays behind."""
-    demo = run(tmp_path / "log")
+def test_every_scene_ends_as_expected(tmp_path: Path) -> None:
+    demo = Process(COMMAND, tmp_path / "log")
 
     code = demo.wait()
 
@@ -72,79 +59,53 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
     ):
         assert f"\n{line}\n" in output
     assert "\x1b" not in output  # no colours where there is no terminal
-    assert left(output) == []
+    assert list_left(output) == []
+
+
+@pytest.fixture
+def shadow(tmp_path: Path) -> str:
+    """A policy that refuses nothing, for all that the agents send."""
+    path = tmp_path / "policy.json"
+    keys = ["header:x-user-id"]
+    path.write_text(
+        json.dumps(bundle(policy("p", {"pathPrefix": "/v1"}, mode="shadow", similarity="tool_calls", limit_keys=keys)))
+    )
+    return str(path)
 
 
 @pytest.mark.deep
-def test_an_agent_that_is_not_stopped_is_reported(tmp_path: Path) -> None:
-    """With a policy in shadow mode the looping agent is given up some turns later: exit code 1, in red on a terminal."""
-    shadow = write(tmp_path / "policy.json", mode="shadow", similarity="tool_calls")
-    ours, theirs = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    command = [*COMMAND, "--policy", shadow, "--scene", "chat"]
-    with subprocess.Popen(command, stdout=theirs, env=environment) as demo:
-        os.close(theirs)
-        output = _read(ours)
-        code = demo.wait(PATIENCE)
+def test_agent_that_is_not_refused_fails_in_red(shadow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
+    code = agent_demo.main(["--policy", shadow, "--scene", "chat"])
+
+    output = terminal.getvalue()
     assert code == 1
     assert "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached the model" in output
     assert "expected:        refused after 3 turns; 4 requests sent, 3 reached the model" in output
     assert "0 of 1 scenes ended as expected." in output
-    assert left(output) == []
-
-
-def _read(terminal: int) -> str:
-    """All that is written to a terminal until its other side is closed."""
-    parts = []
-    try:
-        while part := os.read(terminal, 65_536):
-            parts.append(part)
-    except OSError:  # how Linux reports that the other side is closed
-        pass
-    os.close(terminal)
-    return b"".join(parts).decode()
+    assert list_left(output) == []
 
 
 @pytest.mark.deep
-def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a scene ends the demo with 130, and nothing stays behind."""
-    slow = write(tmp_path / "policy.json", action="throttle", body="ignore", threshold_identical_requests=2)
-    demo = run(tmp_path / "log", "--policy", slow, "--scene", "chat")
-    demo.wait_for(r"\n +2  deploy")  # the turns after it are held for longer and longer, 3 s in all
+def test_ctrl_c_within_a_scene_stops_everything(
+    shadow: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent_demo.Screen, "turn", lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
-    demo.signal(signal.SIGINT)
+    code = agent_demo.main(["--policy", shadow, "--scene", "chat"])
 
-    assert demo.wait() == 130
-    assert "Summary" not in demo.output()
-    assert "Traceback" not in demo.output()
-    assert left(demo.output()) == []
-
-
-@pytest.mark.deep
-def test_a_broken_policy_is_told(tmp_path: Path) -> None:
-    """A policy with errors ends the demo with 1, and the errors are on the screen."""
-    demo = run(tmp_path / "log", "--policy", write(tmp_path / "policy.json", similarity="telepathy"))
-
-    code = demo.wait()
-
-    assert code == 1
-    assert "demo-agent: Loopguard ended" in demo.output()
-    assert "/policies/0/spec/loop_detection/similarity" in demo.output()
+    shown = capsys.readouterr()
+    assert (code, shown.err) == (130, "")
+    assert "Summary" not in shown.out
+    assert list_left(shown.out) == []
 
 
 def test_help_has_examples() -> None:
-    """`--help` names every scene and shows how to run one."""
     shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
 
     assert "make demo-agent ARGS='--scene cycle'" in shown
     assert "{steered,chat,progress,responses,anthropic,stored,cycle,landed}" in shown
-
-
-def test_make_installs_the_sdks_and_passes_flags() -> None:
-    """`make demo-agent ARGS=...` starts the demo with those flags, from an environment with its own extra."""
-    command = ["make", "--no-print-directory", "-n", "-W", "pyproject.toml", "demo-agent", "ARGS=--scene chat"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    assert "install --editable '.[agent-demo]'" in told
-    assert told.splitlines()[-1].endswith("envoy/agent_demo.py --scene chat")

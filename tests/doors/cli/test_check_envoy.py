@@ -12,8 +12,7 @@ from tests.support.command import Run
 from tests.support.harness import stack
 
 
-def test_a_running_envoy_has_the_findings_of_its_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its config dump, in which defaults are left out, has each in its place there."""
+def test_running_envoy_has_the_findings_of_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     small = put("/static_resources/listeners/0/per_connection_buffer_limit_bytes", 65_535)
 
     with stack(CHAT, edit=lambda text: json.dumps(edited(yaml.safe_load(text), without_an_end, small)), hasty=True) as made:

@@ -1,4 +1,4 @@
-"""The round trip: traffic through the real Envoy, and its access log replayed with the policies that decided it."""
+"""Traffic through the real Envoy, and its access log replayed with the policies that decided it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
+from tests.support.command import written
 from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, eventually, stack
 
@@ -32,13 +33,11 @@ WORDS = {"refused": "reject", "throttled": "throttle", "steered": "steer", "warn
 
 @pytest.fixture(scope="module")
 def recorded() -> Iterator[Stack]:
-    """A stack whose access log can be replayed."""
     with stack(POLICIES, "--record") as made:
         yield made
 
 
 def send_traffic(gate: Stack) -> int:
-    """Loops and other requests, on every path, of several callers; returns how many requests there were."""
     sent = 0
     for path in ("/reject/a", "/warn/a", "/throttle/a", "/log/a", "/bodiless/a", "/turns"):
         for number in range(5):
@@ -55,8 +54,6 @@ def send_traffic(gate: Stack) -> int:
 
 
 def read_log(gate: Stack, sent: int) -> list[dict[str, Any]]:
-    """The access log, once it has all lines."""
-
     def probe() -> list[dict[str, Any]] | None:
         lines = [line for line in gate.envoy.output().splitlines() if line.startswith("{") and line.endswith("}")]
         return [json.loads(line) for line in lines] if len(lines) >= sent else None
@@ -64,8 +61,7 @@ def read_log(gate: Stack, sent: int) -> list[dict[str, Any]]:
     return eventually(probe, f"{sent} lines in the access log")
 
 
-def test_a_replayed_access_log_gives_the_same_decisions(recorded: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each count is the live one, and so is each reason for none, where the policy does not need the body."""
+def test_replayed_access_log_gives_the_same_decisions(recorded: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     gate = recorded
     sent = send_traffic(gate)
     entries = read_log(gate, sent)
@@ -94,8 +90,7 @@ def test_a_replayed_access_log_gives_the_same_decisions(recorded: Stack, capsys:
     )
 
 
-def test_the_access_log_names_no_caller(recorded: Stack) -> None:
-    """What is recorded tells callers apart, and shows neither who they are nor the values of a query."""
+def test_access_log_names_no_caller(recorded: Stack) -> None:
     recorded.send("/reject/secret?user=carol&key=s3cret", headers={"x-user-id": "carol"})
 
     record = recorded.envoy.logged("/reject/secret?user=carol&key=s3cret")["loop_record"]
@@ -107,8 +102,7 @@ def test_the_access_log_names_no_caller(recorded: Stack) -> None:
     assert [word for word in ("carol", "s3cret") if word in json.dumps(record)] == []
 
 
-def test_names_are_recorded_where_the_operator_wants_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --show-callers, fingerprints of a replay are those of the live log, too."""
+def test_show_callers_records_names_and_live_fingerprints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with stack(POLICIES, "--record", "--show-callers") as gate:
         for _ in range(3):
             gate.send("/reject/plain?x=1", headers={"x-user-id": "ann"})
@@ -116,15 +110,8 @@ def test_names_are_recorded_where_the_operator_wants_them(tmp_path: Path, capsys
         log = tmp_path / "access.log"
         log.write_text(gate.envoy.output())
 
-    assert main(["replay", "--policy", str(write(tmp_path)), "--json", str(log)]) == 0
+    assert main(["replay", "--policy", written(tmp_path / "policies.json", POLICIES), "--json", str(log)]) == 0
     worst = json.loads(capsys.readouterr().out)["worst"]
 
     assert entry["loop_record"]["headers"]["x-user-id"] == "ann"
     assert (entry["fingerprint"], entry["tenant"]) in [(item["fingerprint"], item["tenant"]) for item in worst]
-
-
-def write(folder: Path) -> Path:
-    """The policies as a file."""
-    file = folder / "policies.json"
-    file.write_text(json.dumps(POLICIES))
-    return file

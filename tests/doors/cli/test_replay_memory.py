@@ -1,4 +1,4 @@
-"""What `loopguard replay` takes of memory, in a process of its own."""
+"""The memory of `loopguard replay`, in its own process."""
 
 from __future__ import annotations
 

@@ -20,30 +20,28 @@ from tests.support.harness import PATIENCE, Loopguard, write_policies
 pytestmark = pytest.mark.usefixtures("_no_settings")
 
 
-@pytest.mark.parametrize("flags", [[], ["--strict"]])
-def test_validate_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
-    """Parts that are not enforced are errors, in the words of serve, and warnings are none."""
+def test_validate_and_serve_fail_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = written(tmp_path / "rules.json", bundle(WITH_RULES))
     warned = written(tmp_path / "warned.json", policy("q", {"pathExact": "/b"}))
 
-    run, fine = Run(capsys, "validate", *flags, file, warned), Run(capsys, "validate", *flags, warned)
+    line = f"{file}: {NOT_ENFORCED}; remove it, or start with --allow-unenforced"
+    for flags in ([], ["--strict"]):
+        run, fine = Run(capsys, "validate", *flags, file, warned), Run(capsys, "validate", *flags, warned)
+        assert (run.code, run.out, run.err.splitlines()) == (1, "", [line])
+        assert (fine.code, fine.out) == (0, "good: 1 policy in 1 file\n")
 
-    part = f"{file}: {NOT_ENFORCED}"
-    assert (run.code, run.out) == (1, "")
-    assert run.err.splitlines() == [f"{part}; remove it, or start with --allow-unenforced"]
-    assert served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0") == (1, run.err.splitlines())
-    assert (fine.code, fine.out) == (0, "good: 1 policy in 1 file\n")
+    assert served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0") == (1, [line])
 
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """A TCP address that is already in use."""
+    """A TCP address in use."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         yield f"127.0.0.1:{holder.getsockname()[1]}"
 
 
 def served(*arguments: str) -> tuple[int, list[str]]:
-    """Exit code and stderr of a server that is expected not to start."""
+    """Exit code and stderr of a server that must not start."""
     command = [sys.executable, "-P", "-m", "extproc.cli", "serve", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.stdout == ""
@@ -51,8 +49,7 @@ def served(*arguments: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("flag", "other"), [("--listen", "--admin"), ("--admin", "--listen")])
-def test_a_port_in_use(good: str, taken: str, flag: str, other: str) -> None:
-    """An address that is taken exits 1 with one line that names it and the flag to change."""
+def test_port_in_use_is_a_one_line_error(good: str, taken: str, flag: str, other: str) -> None:
     code, lines = served("--policy", good, flag, taken, other, "127.0.0.1:0")
 
     assert code == 1
@@ -61,35 +58,31 @@ def test_a_port_in_use(good: str, taken: str, flag: str, other: str) -> None:
     assert flag in lines[0]
 
 
-def test_serve_refuses_bad_policies(tmp_path: Path) -> None:
-    """A bundle with errors, or a path that is not there, exits 1 with every error before anything listens."""
+def test_serve_refuses_invalid_policies_with_every_error(tmp_path: Path) -> None:
     bad = written(tmp_path / "bad.json", policy("p", {}, action="explode"))
 
-    code, lines = served("--policy", bad, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
-    missing = served("--policy", f"{tmp_path}/none", "--policy", bad)
+    code, (missing, *lines) = served("--policy", f"{tmp_path}/none", "--policy", bad)
 
-    assert code == 1
+    assert (code, missing) == (1, f"{tmp_path}/none: /: cannot be read: No such file or directory")
     assert [line.partition(": ")[0] for line in lines] == [bad, bad]
-    assert missing == (1, [f"{tmp_path}/none: /: cannot be read: No such file or directory", *lines])
 
 
-def test_serve_starts_with_unenforced_parts_if_allowed(tmp_path: Path) -> None:
-    """It warns of each part that is lost."""
+def test_serve_warns_about_unenforced_parts_and_unknown_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_policies(tmp_path, bundle(WITH_RULES))
+    monkeypatch.setenv("LOOPGUARD_SHADOWS", "1")
     server = Loopguard(tmp_path, "--allow-unenforced")
     server.stop()
 
     assert f"warning {tmp_path}/policies/policies.json: {NOT_ENFORCED}\n" in server.output()
+    assert "warning LOOPGUARD_SHADOWS is not a setting; did you mean LOOPGUARD_SHADOW?\n" in server.output()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serve_until_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path, number: signal.Signals) -> None:
-    """A running server is healthy; SIGTERM and Ctrl-C end it in good order with exit code 0."""
+def test_running_server_is_healthy_until_ctrl_c(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_policies(tmp_path, GOOD)
     server = Loopguard(tmp_path)
     try:
         health = Run(capsys, "healthcheck", "--address", server.address)
-        server.signal(number)
+        server.signal(signal.SIGINT)
         code = server.wait()
     finally:
         server.stop()
@@ -99,8 +92,7 @@ def test_serve_until_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert server.output().splitlines()[-1].endswith("info    stopped")
 
 
-def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
-    """With `--log-format json` every line of the server is one JSON object."""
+def test_serve_reads_environment_and_logs_json_until_sigterm(tmp_path: Path) -> None:
     write_policies(tmp_path, GOOD)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "extproc.cli", "serve"],
@@ -128,16 +120,6 @@ def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_serve_names_variables_that_are_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A misspelt variable does not stop the server, but it is told."""
-    write_policies(tmp_path, GOOD)
-    monkeypatch.setenv("LOOPGUARD_SHADOWS", "1")
-    server = Loopguard(tmp_path)
-    server.stop()
-
-    assert "warning LOOPGUARD_SHADOWS is not a setting; did you mean LOOPGUARD_SHADOW?\n" in server.output()
-
-
 _HANGUP = """
 import os, signal
 from extproc import reload
@@ -150,8 +132,7 @@ reload.read_all = read_all
 """
 
 
-def test_a_hangup_during_the_start_is_survived(tmp_path: Path) -> None:
-    """SIGHUP before the policies are loaded, as a supervisor may send it at any time, does not end the process."""
+def test_sighup_during_start_is_survived(tmp_path: Path) -> None:
     write_policies(tmp_path, GOOD)
     server = Loopguard(tmp_path, preamble=_HANGUP)  # waits until it serves
     server.stop()

@@ -1,8 +1,7 @@
-"""An attacker's round over budgets: whatever its clients do, a caller pays what its answers say.
+"""Random clients that try to pay less: whatever they do, a caller is charged for what its responses report.
 
-Each request asks for some samples of some length, or does not say how long. Its answer tells its tokens, or is a stream that
-does not, or tells nonsense; its client stays or leaves; its entry in the access log arrives once, twice, at the other replica,
-or never. An answer is as long as its request allows, or a thousand tokens for each sample, as is reserved.
+A response may report its tokens, stream without usage, or report nonsense; the client may leave; the entry in the access log
+may arrive once, twice, at the other replica, or never.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ _OUTCOMES = [
     *("told", "stream", "document", "left before", "left within", "left at the end", "absurd", "much cached"),
     *("error", "unsent"),
 ]
-SENT_REQUESTS = st.lists(
+REQUESTS = st.lists(
     st.builds(
         Sent,
         st.booleans(),
@@ -112,7 +111,7 @@ SENT_REQUESTS = st.lists(
 )
 
 
-class Round:
+class Replicas:
     """Two replicas on one store, and a budget of a day for each caller; those without a name share one."""
 
     def __init__(self, budget: int, **spec: Any) -> None:  # noqa: ANN401  # keys of a spec
@@ -140,9 +139,9 @@ class Round:
         return budget - int(metadata_of(answer)["ratelimit_remaining"]) - 1
 
 
-@given(SENT_REQUESTS)
-def test_a_caller_is_charged_what_its_answers_say(sent: list[Sent]) -> None:
-    made = Round(LARGE, missing_descriptor="share")
+@given(REQUESTS)
+def test_caller_pays_what_its_responses_report(sent: list[Sent]) -> None:
+    made = Replicas(LARGE, missing_descriptor="share")
     said = {"": 0, "k": 0}
     for number, one in enumerate(sent):
         for _ in range(1 + one.again):
@@ -152,10 +151,9 @@ def test_a_caller_is_charged_what_its_answers_say(sent: list[Sent]) -> None:
             assert made.read_charge(caller, LARGE) >= least
 
 
-@given(SENT_REQUESTS, st.sampled_from([500, 2_000, 10_000]))
-def test_no_caller_gets_more_than_its_budget_and_a_request(sent: list[Sent], budget: int) -> None:
-    """What its answers say is over budget by one request at most; who does not say who pays gets nothing."""
-    made = Round(budget, uncountable="reject")
+@given(REQUESTS, st.sampled_from([500, 2_000, 10_000]))
+def test_caller_exceeds_its_budget_by_one_request_at_most(sent: list[Sent], budget: int) -> None:
+    made = Replicas(budget, uncountable="reject")
     said, largest = 0, 0
     for number, one in enumerate(sent):
         for _ in range(1 + one.again):

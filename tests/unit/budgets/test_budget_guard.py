@@ -1,4 +1,4 @@
-"""Budgets of a policy, from a request to its answer."""
+"""Budgets of a policy, from a request to its response."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ from tests.support.budget_policies import (
 from tests.support.messages import headers
 from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
 
-PRICES = {"*": {"input": 0, "output": 1_000}}
-"""Per million tokens."""
+PRICES = {"*": {"input": 0, "output": 1_000}}  # per million tokens
 
 
-def test_a_bucket_refuses_with_true_headers_and_fills_again() -> None:
-    """The fourth request of three waits as long as `Retry-After` says, and no longer; each caller has a bucket."""
+def test_bucket_refuses_with_exact_headers_and_refills() -> None:
     service, clock = serve(limited(bucket()))
 
     answers = [ask(service) for _ in range(4)]
@@ -57,7 +55,7 @@ def test_a_bucket_refuses_with_true_headers_and_fills_again() -> None:
     assert (refused(other), refused(early), refused(later)) == ("", "token_bucket_exceeded", "")
 
 
-def test_allowed_requests_have_the_tightest_budget_as_metadata() -> None:
+def test_metadata_has_the_tightest_budget() -> None:
     service, _ = serve(limited(bucket(burst=10, name="wide"), bucket(burst=4, name="tight")))
 
     told = metadata_of(ask(service))
@@ -71,8 +69,7 @@ def test_allowed_requests_have_the_tightest_budget_as_metadata() -> None:
     }
 
 
-def test_what_is_told_is_true_for_every_caller_and_second() -> None:
-    """Answers with the same numbers are kept, and more of them are told here than are kept."""
+def test_remembered_metadata_is_exact_for_caller_and_second() -> None:
     service, clock = serve(limited(rule("cost_based", budget=400, period="1h", staged_actions=REJECT)))
 
     for spent in range(1, 400):
@@ -84,8 +81,7 @@ def test_what_is_told_is_true_for_every_caller_and_second() -> None:
             assert (told["ratelimit_remaining"], told["ratelimit_reset"]) == (f"{400 - spent}", f"{seconds}")
 
 
-def test_what_a_share_allowed_is_not_told_of_the_whole() -> None:
-    """The store is back, and as much is left, for as long, as of the replica's share before."""
+def test_metadata_of_a_share_is_not_reused() -> None:
     clock = Clock()
     stores = FailingStore(), MemoryStore(Metrics(), clock=clock)
     made = limited(rule("cost_based", budget=15, period="1d", staged_actions=REJECT))
@@ -116,8 +112,7 @@ def test_what_a_share_allowed_is_not_told_of_the_whole() -> None:
     ],
     ids=["seconds", "hours", "minutes", "a period"],
 )
-def test_budgets_of_tokens_have_openais_names_as_well(tokens: dict[str, Any], limit: str, left: str, reset: str) -> None:
-    """Also if another rule is tighter, and if a stage is reached; the times are in OpenAI's form."""
+def test_token_budgets_also_have_openai_header_values(tokens: dict[str, Any], limit: str, left: str, reset: str) -> None:
     stages = [{"threshold_percent": 1, "action": "warn"}, *REJECT]
     dollars = rule("cost_based", "d", budget=1, period="1d", cost_key="usage:dollars", prices=PRICES, staged_actions=stages)
     content = chat("x" * 40, max_tokens=100)
@@ -129,8 +124,7 @@ def test_budgets_of_tokens_have_openais_names_as_well(tokens: dict[str, Any], li
         assert {name: value for name, value in told.items() if name.endswith("_tokens")} == expected
 
 
-def test_a_request_that_a_budget_refuses_takes_nothing_from_others() -> None:
-    """Nor from those of shadow policies, as it never reached the upstream."""
+def test_refused_request_takes_nothing_from_other_budgets() -> None:
     service, _ = serve(
         limited(bucket(burst=9, name="wide"), bucket(burst=1, name="tight")),
         limited(bucket(burst=100), identity="s", mode="shadow"),
@@ -147,20 +141,19 @@ def test_a_request_that_a_budget_refuses_takes_nothing_from_others() -> None:
     assert (wide, shadow) == ("7", "98")
 
 
-@pytest.mark.parametrize("loops", [100, pytest.param(10_000, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("action", ["reject", "warn"])
-def test_a_loop_pays_nothing(action: str, loops: int) -> None:
+def test_refused_loop_pays_nothing(action: str) -> None:
     loop = {"enabled": True, "window_seconds": 3600, "threshold_identical_requests": 2, "action": action}
     service, _ = serve(limited(bucket(burst=20_000), loop_detection=loop))
 
-    answers = [ask(service) for _ in range(loops + 1)]
+    answers = [ask(service) for _ in range(101)]
     level = metadata_of(ask(service, content=b"other"))["ratelimit_remaining"]
 
     assert refused(answers[-1]) == ("loop_detected" if action == "reject" else "")
-    assert level == str(20_000 - 2 if action == "reject" else 20_000 - (loops + 2))
+    assert level == str(20_000 - 2 if action == "reject" else 20_000 - 102)
 
 
-def test_a_period_has_stages_and_ends_by_the_calendar() -> None:
+def test_period_has_stages_and_ends_by_calendar() -> None:
     stages = [
         {"threshold_percent": 100, "action": "reject"},
         {"threshold_percent": 40, "action": "warn"},
@@ -179,7 +172,7 @@ def test_a_period_has_stages_and_ends_by_the_calendar() -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_delayed_request_pays_if_it_is_sent_on(stays: bool) -> None:
+def test_delayed_request_pays_only_if_sent_upstream(stays: bool) -> None:
     stages = [{"threshold_percent": 20, "action": "throttle", "delay_ms": 1}, *REJECT]
     service, _ = serve(limited(rule("cost_based", budget=5, period="1d", staged_actions=stages)))
 
@@ -210,7 +203,7 @@ MANY = rule("token_bucket_llm", tokens_per_minute=1_000, default_max_completion=
     ],
     ids=["a stage below 100", "the default is not cut to what is left", "bypassed", "no rule applies"],
 )
-def test_a_budget_refuses_what_its_rules_say(made: dict[str, Any], requests: list[dict[str, Any]], reasons: list[str]) -> None:
+def test_rules_refuse_at_their_limit(made: dict[str, Any], requests: list[dict[str, Any]], reasons: list[str]) -> None:
     service, _ = serve(made)
 
     answers = [ask(service, **request) for request in requests]
@@ -236,8 +229,7 @@ def test_a_budget_refuses_what_its_rules_say(made: dict[str, Any], requests: lis
         *[("1e-9", "9"), ("1e300", None), ("1e400", None), ("11", None)],
     ],
 )
-def test_a_clients_cost_is_bounded(value: str, left: str | None) -> None:
-    """What is no positive number costs the default; what no budget holds is refused for good, and takes nothing."""
+def test_cost_from_a_header_is_bounded(value: str, left: str | None) -> None:
     service, _ = serve(limited(rule("cost_based", budget=10, period="1d", cost_key="header:X-Cost", staged_actions=REJECT)))
 
     answer = ask(service, x_cost=value)
@@ -259,7 +251,7 @@ def test_a_clients_cost_is_bounded(value: str, left: str | None) -> None:
         ({}, "rest"),
     ],
 )
-def test_a_missing_descriptor_skips_its_rule_and_a_match_chooses(request_: dict[str, Any], rule_: str | None) -> None:
+def test_rule_is_chosen_by_match_and_descriptors(request_: dict[str, Any], rule_: str | None) -> None:
     free = bucket(burst=1, name="free", more={"match": {"header:x-plan": "free"}})
     user = bucket(burst=2, name="user", keys=["header:x-user"], more={"match": {"header:x-plan": "free"}})
     service, _ = serve(limited(free, user, fallback_limit=bucket(burst=5, name="rest")))
@@ -269,7 +261,7 @@ def test_a_missing_descriptor_skips_its_rule_and_a_match_chooses(request_: dict[
     assert bool(missing) is ("x_user" not in request_ and request_.get("x_plan") == "free")
 
 
-def test_rules_of_one_name_in_two_policies_are_apart() -> None:
+def test_equally_named_rules_of_policies_are_separate() -> None:
     shadow = limited(bucket(burst=2), identity="s", mode="shadow")
     service, _ = serve(limited(bucket(burst=3)), limited(bucket(burst=4), identity="q"), shadow)
 
@@ -291,7 +283,7 @@ SEEN = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", 
     [(chat("x" * 400), 100 + 500), (chat("x" * 401, max_tokens=50), 101 + 50), (SEEN, 250 + 1)],
     ids=["the default for an answer", "what the client allows", "an image"],
 )
-def test_tokens_are_estimated_from_what_the_model_reads(content: bytes, tokens: int) -> None:
+def test_tokens_are_estimated_from_prompt_and_maximum(content: bytes, tokens: int) -> None:
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=10_000, default_max_completion=500)))
 
     assert metadata_of(ask(service, content=content))["ratelimit_remaining"] == f"{10_000 - tokens}"
@@ -300,8 +292,7 @@ def test_tokens_are_estimated_from_what_the_model_reads(content: bytes, tokens: 
 @pytest.mark.parametrize(
     ("content", "fits"), [(chat("hello"), True), (chat("hello", max_tokens=200), False), (chat("x" * 800), False)]
 )
-def test_a_small_limit_does_not_refuse_what_only_might_be_long(content: bytes, fits: bool) -> None:
-    """Where the client names no maximum, the default is capped; where it does, it is refused for good."""
+def test_default_answer_length_is_capped_at_the_limit(content: bytes, fits: bool) -> None:
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=100)))
 
     answer = ask(service, content=content)
@@ -326,13 +317,13 @@ def test_a_small_limit_does_not_refuse_what_only_might_be_long(content: bytes, f
         ({"token_source": {"estimator": "header_hint"}, "max_prompt_tokens": 10}, chat("x"), "prompt_tokens_exceeded"),
     ],
 )
-def test_tokens_have_limits_for_one_request(config: dict[str, Any], content: bytes, reason: str) -> None:
+def test_token_limits_per_request(config: dict[str, Any], content: bytes, reason: str) -> None:
     service, _ = serve(limited(rule("token_bucket_llm", **{"tokens_per_minute": 100_000, **config})))
 
     assert refused(ask(service, content=content, **{"x-token-estimate": "11"})) == reason
 
 
-def test_a_breaker_stops_spending_for_some_minutes() -> None:
+def test_breaker_stops_spending_for_its_minutes() -> None:
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 4, "auto_reset_after_minutes": 5}
     wide = rule("cost_based", budget=100, period="1h", staged_actions=REJECT)
     service, clock = serve(limited(wide, circuit_breaker=breaker))
@@ -349,8 +340,7 @@ def test_a_breaker_stops_spending_for_some_minutes() -> None:
     assert metadata_of(closed)["ratelimit_remaining"] == "96"
 
 
-def test_without_the_store_each_replica_enforces_its_share() -> None:
-    """A third of the budget, and of each stage; a request that fits the whole budget may come once, and is not final."""
+def test_replica_without_store_enforces_its_share() -> None:
     stages = [{"threshold_percent": 60, "action": "warn"}, *REJECT]
     fixed = limited(rule("cost_based", budget=15, period="1d", staged_actions=stages))
     costly = limited(rule("cost_based", budget=15, period="1d", cost_key="header:x-cost", staged_actions=REJECT))
@@ -368,7 +358,7 @@ def test_without_the_store_each_replica_enforces_its_share() -> None:
     assert ["x-should-retry" in headers_of(answer) for answer in large[1:]] == [False, False, True]
 
 
-def test_a_share_gets_back_what_a_refused_loop_took() -> None:
+def test_refused_loop_gives_back_to_the_share() -> None:
     loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "action": "reject"}
     service = make_service(limited(bucket(per_second=0.001, burst=9), loop_detection=loop), store=FailingStore())
     service.counting.replicas = 3
@@ -380,7 +370,7 @@ def test_a_share_gets_back_what_a_refused_loop_took() -> None:
     assert others == ["", "", "token_bucket_exceeded"]
 
 
-def test_steering_tells_how_much_is_used() -> None:
+def test_note_says_how_much_is_used() -> None:
     stages = [{"threshold_percent": 50, "action": "steer"}, *REJECT]
     service, _ = serve(limited(rule("cost_based", budget=2, period="1d", staged_actions=stages)))
     messages = [
@@ -396,7 +386,7 @@ def test_steering_tells_how_much_is_used() -> None:
     assert metadata_of(answer)["warning"] == "budget_steer"
 
 
-def test_dollars_have_no_headers_of_whole_numbers() -> None:
+def test_dollar_budgets_have_no_ratelimit_headers() -> None:
     amounts: Any = {
         "period": "1d",
         "cost_key": "usage:dollars",
@@ -414,7 +404,7 @@ def test_dollars_have_no_headers_of_whole_numbers() -> None:
     assert not [name for name in told if name.lower().startswith("ratelimit")]
 
 
-def test_a_refusal_counts_in_whole_requests() -> None:
+def test_refusal_counts_in_whole_requests() -> None:
     service, _ = serve(limited(bucket(burst=1, per_second=1)))
 
     message = [ask(service) for _ in range(2)][-1].immediate_response.body.decode()

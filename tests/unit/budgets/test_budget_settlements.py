@@ -1,10 +1,9 @@
-"""What responses have used replaces what was estimated."""
+"""Reported usage replaces what was estimated."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
-from tests.support.access_logs import make_record, write_lines
 from tests.support.budget_policies import (
     CHAT,
-    REJECT,
     ask,
     bucket,
     chat,
@@ -31,10 +28,8 @@ from tests.support.budget_policies import (
     tell,
     tokens_left,
 )
-from tests.support.documents import bundle
 from tests.support.messages import headers
 from tests.support.orders import apply_orders, order
-from tests.support.replaying import Replayed
 from tests.support.service import FailingStore, make_service, metadata_of, sample
 
 LLM = rule("token_bucket_llm", tokens_per_minute=10_000, tokens_per_day=1_000_000)
@@ -49,7 +44,7 @@ LLM = rule("token_bucket_llm", tokens_per_minute=10_000, tokens_per_day=1_000_00
         ({"input": 9_000, "output": 20_000}, 29_000),
     ],
 )
-def test_an_estimate_is_replaced_by_what_was_used(told: dict[str, int], used: int) -> None:
+def test_usage_replaces_the_estimate(told: dict[str, int], used: int) -> None:
     service, clock = serve(limited(LLM))
 
     tell(service, ask(service, content=chat("hello")), told=told)
@@ -64,7 +59,7 @@ def test_an_estimate_is_replaced_by_what_was_used(told: dict[str, int], used: in
 
 
 def reserved(service: Service, text: str, **more: Any) -> int:  # noqa: ANN401  # headers
-    """The tokens that a request reserves for its prompt; it never reaches the upstream, so that they are given back."""
+    """The tokens reserved for the prompt of a request, which is then given back, as if it never reached the upstream."""
     answer = ask(service, content=chat(text, max_tokens=1), **more)
     tell(service, answer, status=0)
     (policy,) = json.loads(metadata_of(answer)["sessions"])
@@ -82,7 +77,7 @@ def reserved(service: Service, text: str, **more: Any) -> int:  # noqa: ANN401  
         (100, 100, 7, 7),
     ],
 )
-def test_an_estimate_is_off_by_as_much_as_the_last_one(estimated: int, counted: int, later: int, corrected: int) -> None:
+def test_estimate_is_corrected_by_the_last_error(estimated: int, counted: int, later: int, corrected: int) -> None:
     anchors = Anchors()
     anchors.learn("one", 1, 1_000_000)
 
@@ -92,7 +87,7 @@ def test_an_estimate_is_off_by_as_much_as_the_last_one(estimated: int, counted: 
     assert anchors.correct("other", later) == later
 
 
-def test_a_session_reserves_what_its_last_prompt_counted() -> None:
+def test_session_reserves_by_its_last_prompt() -> None:
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
     text = "word " * 400
     plain = reserved(service, text)
@@ -120,8 +115,9 @@ USED = {"told": {"input": 700, "output": 20}}
         ({}, {"told": {"input": 0, "output": 20}}, 20),
     ],
 )
-def test_what_counted_no_prompt_teaches_nothing(damage: dict[str, Any], entry: dict[str, Any], used: int | None) -> None:
-    """Damaged metadata, an error, a request that was not sent, and responses without a count; the budget is settled."""
+def test_entry_without_prompt_tokens_corrects_no_estimate(
+    damage: dict[str, Any], entry: dict[str, Any], used: int | None
+) -> None:
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
     text = "word " * 400
     plain = reserved(service, text)
@@ -142,8 +138,7 @@ def test_what_counted_no_prompt_teaches_nothing(damage: dict[str, Any], entry: d
         ({}, 1_200),  # as for sessions: 4,000 bytes of a request and 800 of a response
     ],
 )
-def test_what_used_nothing_costs_nothing(entry: dict[str, Any], used: int) -> None:
-    """A response without counts is estimated by its size."""
+def test_unbilled_responses_cost_nothing(entry: dict[str, Any], used: int) -> None:
     service, _ = serve(limited(LLM))
 
     tell(service, ask(service, content=chat("hello")), **entry)
@@ -152,7 +147,7 @@ def test_what_used_nothing_costs_nothing(entry: dict[str, Any], used: int) -> No
 
 
 @pytest.mark.parametrize(("status", "sent", "kept"), [(403, False, 3), (0, False, 3), (403, True, 2), (200, True, 2)])
-def test_a_fixed_cost_is_given_back_for_what_another_filter_refused(status: int, sent: bool, kept: int) -> None:  # a parameter
+def test_fixed_cost_is_returned_if_another_filter_refuses(status: int, sent: bool, kept: int) -> None:  # a parameter
     detector = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 9, "count_failed": False}
     service, _ = serve(limited(bucket(per_second=0.001), loop_detection=detector))
     answer = ask(service)
@@ -163,8 +158,7 @@ def test_a_fixed_cost_is_given_back_for_what_another_filter_refused(status: int,
     assert sample(service, "access_log_entries_total", result="unknown") in (None, 0)
 
 
-def test_an_entry_that_comes_twice_counts_once() -> None:
-    """Envoy sends entries again after a failure, perhaps to another replica of one store; usage is reported once, too."""
+def test_repeated_entry_counts_once() -> None:
     service, clock = serve(limited(LLM))
     other = make_service(limited(LLM), store=service.counting.store)
     answer = ask(service, content=chat("x" * 4_000, max_tokens=1_000))
@@ -179,7 +173,7 @@ def test_an_entry_that_comes_twice_counts_once() -> None:
     assert [sample(each, "access_log_entries_total", result="unknown") for each in (service, other)] == [2, 2]
 
 
-def test_an_entry_of_an_older_version_is_settled() -> None:
+def test_entry_of_an_older_version_is_settled() -> None:
     service, _ = serve(limited(LLM))
     (described,) = json.loads(metadata_of(ask(service, content=chat("hello")))["sessions"])
     del described["call"]
@@ -189,20 +183,7 @@ def test_an_entry_of_an_older_version_is_settled() -> None:
     assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 20
 
 
-def test_a_settlement_that_is_lost_leaves_the_estimate() -> None:
-    day: dict[str, Any] = {"period": "1d", "cost_key": "usage:tokens", "staged_actions": REJECT}
-    service, clock = serve(limited(rule("cost_based", budget=10_000, **day)))
-
-    answer = ask(service, content=chat("x" * 400, max_tokens=900))
-    assert tokens_left(service) == 9_000
-    clock.now += 86_400_000
-    tell(service, answer, told={"input": 9_000, "output": 0})
-
-    assert tokens_left(service) == 10_000
-
-
-def test_refused_requests_and_shadow_refusals_are_not_settled_again() -> None:
-    """What is given back has no description in the metadata."""
+def test_shadow_refusals_are_not_settled() -> None:
     shadow = limited(rule("token_bucket_llm", tokens_per_minute=10, name="s"), identity="s", mode="shadow")
     service, _ = serve(limited(LLM), shadow)
 
@@ -238,7 +219,7 @@ DESCRIBED: dict[str, Any] = {
         {"policy": 5},
     ],
 )
-def test_metadata_of_others_settles_nothing(forged: dict[str, Any]) -> None:
+def test_forged_metadata_settles_nothing(forged: dict[str, Any]) -> None:
     service, _ = serve(limited(LLM))
 
     settle(service, sessions=[DESCRIBED | forged])
@@ -247,7 +228,7 @@ def test_metadata_of_others_settles_nothing(forged: dict[str, Any]) -> None:
     assert tokens_left(service) == 10_000
 
 
-def test_a_release_begins_all_budgets_anew() -> None:
+def test_release_resets_all_budgets() -> None:
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 2}
     service, _ = serve(limited(bucket(burst=9, keys=["header:x-user-id"]), circuit_breaker=breaker))
 
@@ -291,7 +272,7 @@ class Slow(FailingStore):
 SLOW = bucket(burst=9, per_second=0.001)
 
 
-def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
+def test_client_that_leaves_before_the_decision_pays_nothing() -> None:
     store = Slow()
     service = make_service(limited(SLOW), store=store)
     pending = Pending()
@@ -308,8 +289,7 @@ def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
 
 
 @pytest.mark.parametrize("answered", [(), (0,), (1,), (0, 1)], ids=["none", "enforcing", "shadow", "both"])
-def test_a_task_that_is_cancelled_while_it_waits_pays_nothing(answered: tuple[int, ...]) -> None:
-    """As with gRPC by grpcio: for enforcing and shadow policies, whichever was counted, and if the task has not gone on yet."""
+def test_cancelled_task_pays_nothing(answered: tuple[int, ...]) -> None:
     store = Slow()
     service = make_service(limited(SLOW), limited(SLOW | {"name": "s"}, identity="s", mode="shadow"), store=store)
     waiting = Pending(), Pending()
@@ -351,8 +331,7 @@ class HalfAway(FailingStore):
         return found
 
 
-def test_where_a_part_of_the_store_is_away_the_rest_gives_back() -> None:
-    """The rule whose server is away counts here; where it refuses, the other rule keeps what it has."""
+def test_refusal_with_half_the_store_away_is_undone() -> None:
     service = make_service(limited(bucket(burst=9), bucket(burst=1, name="away", per_second=0.001)), store=HalfAway())
 
     answers = [refused(ask(service)) for _ in range(5)]
@@ -362,7 +341,7 @@ def test_where_a_part_of_the_store_is_away_the_rest_gives_back() -> None:
     assert metadata_of(ask(service))["ratelimit_remaining"] == "7"
 
 
-def test_what_the_store_does_not_take_back_is_counted() -> None:
+def test_settlement_that_the_store_rejects_is_counted() -> None:
     service, _ = serve(limited(LLM))
     answer = ask(service, content=chat("hello"))
     service.counting.store = FailingStore(error=StoreError("down", kind="timeout"))
@@ -370,12 +349,3 @@ def test_what_the_store_does_not_take_back_is_counted() -> None:
     tell(service, answer, told={"input": 1, "output": 1})
 
     assert sample(service, "budget_lost_total") == 2
-
-
-def test_recorded_requests_are_replayed_through_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [make_record(second, text=f"{second} {number}") for second, times in ((0, 5), (2, 3)) for number in range(times)]
-    document = limited(bucket(keys=["header:x-user-id"]))
-
-    found = Replayed(tmp_path, capsys, write_lines(lines), policies=bundle(document)).find()
-
-    assert (found["requests"], found["refused"]) == (8, 3)

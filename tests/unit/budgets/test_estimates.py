@@ -1,4 +1,4 @@
-"""What a request reserves before its answer says what it has used: all its answers, and prompts of very many parts."""
+"""What a request reserves before its response reports usage."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def reserve(path: str, body: dict[str, Any]) -> int:
         ("/ask", {"messages": HELLO, "max_tokens": 1, "max_output_tokens": 5_000}, 5_000),
     ],
 )  # fmt: skip
-def test_each_answer_is_reserved(path: str, body: dict[str, Any], tokens: int) -> None:
-    """However their number is written, and however long each may be; in doubt, the most that an upstream may read."""
+def test_every_requested_answer_is_reserved(path: str, body: dict[str, Any], tokens: int) -> None:
     assert reserve(path, {"model": "m", **body}) == tokens
 
 
@@ -58,7 +57,6 @@ TEXT = {"type": "text", "text": "a"}
 
 
 def _list_bodies(count: int) -> dict[str, dict[str, Any]]:
-    """Bodies with this many texts where only budgets look."""
     user, texts = {"role": "user", "content": "x"}, [TEXT] * count
     result = {"type": "tool_result", "tool_use_id": "c", "content": texts}
     return {
@@ -70,8 +68,7 @@ def _list_bodies(count: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("place", _list_bodies(0))
-def test_long_lists_are_estimated_by_their_bytes(place: str) -> None:
-    """Counting them one by one would take too long."""
+def test_very_long_lists_are_estimated_by_bytes(place: str) -> None:
     data = json.dumps(_list_bodies(MAX_STEPS + 1)[place]).encode()
 
     with pytest.raises(NotCounted, match="inspect_limit"):
@@ -80,5 +77,5 @@ def test_long_lists_are_estimated_by_their_bytes(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", _list_bodies(0))
-def test_shorter_lists_are_counted_one_by_one(place: str) -> None:
+def test_shorter_lists_are_counted_by_characters(place: str) -> None:
     assert estimate_prompt(Document(json.dumps(_list_bodies(4_000)[place]).encode()), 0) in range(1_000, 1_010)

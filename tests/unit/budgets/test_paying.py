@@ -1,4 +1,4 @@
-"""No request passes a budget without paying: who leaves something out is reported, refused, or pays with others."""
+"""No request passes a budget without paying: callers without their key are reported, refused, or share a budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3
 
 
 def send(service: Service, times: int = 8, path: str = CHAT, **more: Any) -> list[str]:  # noqa: ANN401  # headers
-    """Requests without an API key; why each was refused."""
     return [refused(ask(service, "", path, b'{"n": 1}', **more)) for _ in range(times)]
 
 
@@ -34,7 +33,7 @@ def doctor(service: Service) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("more", [{}, {"loop_detection": LOOP}, {"fallback_limit": bucket(name="f")}])
-def test_callers_without_their_header_are_reported_by_the_doctor(more: dict[str, Any]) -> None:
+def test_doctor_reports_callers_without_their_header(more: dict[str, Any]) -> None:
     service, _ = serve(limited(bucket(keys=USER), **more))
 
     assert send(service) == [""] * 8
@@ -58,8 +57,7 @@ def test_callers_without_their_header_are_reported_by_the_doctor(more: dict[str,
     ],
     ids=["header", "body", "one of two", "one of two rules", "breaker", "fallback", "beside a detector"],
 )
-def test_uncountable_reject_refuses_callers_without_their_key(policy: dict[str, Any]) -> None:
-    """Whichever rule it is that cannot tell who pays."""
+def test_uncountable_reject_refuses_callers_without_key(policy: dict[str, Any]) -> None:
     service, _ = serve(policy)
 
     assert send(service) == ["uncountable"] * 8
@@ -67,7 +65,7 @@ def test_uncountable_reject_refuses_callers_without_their_key(policy: dict[str, 
 
 
 @pytest.mark.parametrize("key", ["header:x-user-id", "body:/user", "query:user", "jwt:sub"])
-def test_callers_without_a_key_share_one_budget(key: str) -> None:
+def test_callers_without_key_share_one_budget(key: str) -> None:
     service, _ = serve(limited(bucket(keys=[key]), missing_descriptor="share"))
 
     assert send(service) == [""] * 3 + ["token_bucket_exceeded"] * 5
@@ -91,7 +89,7 @@ def test_callers_without_a_key_share_one_budget(key: str) -> None:
     ],
     ids=["a breaker", "tokens"],
 )
-def test_callers_without_a_key_share_other_limits(made: dict[str, Any], content: bytes, reason: str) -> None:
+def test_callers_without_key_share_breakers_and_tokens(made: dict[str, Any], content: bytes, reason: str) -> None:
     service, _ = serve(made)
 
     assert [refused(ask(service, "", content=content)) for _ in range(4)] == ["", "", "", reason]
@@ -100,14 +98,14 @@ def test_callers_without_a_key_share_other_limits(made: dict[str, Any], content:
 @pytest.mark.parametrize(
     ("missing", "passed"), [("require_one", 3), ("skip", 8), ("share", 3)], ids=["by the others", "not", "by the others too"]
 )
-def test_a_rule_that_lacks_one_key_goes_by_the_policy(missing: str, passed: int) -> None:
+def test_missing_descriptor_decides_for_one_missing_key(missing: str, passed: int) -> None:
     service, _ = serve(limited(bucket(keys=[*USER, "header:x-team"]), missing_descriptor=missing))
 
     assert send(service, x_user_id="ann") == [""] * passed + ["token_bucket_exceeded"] * (8 - passed)
     assert sample(service, "uncounted_total", policy="p", reason="missing_descriptor") == (8 if missing == "skip" else 0)
 
 
-def test_a_rule_by_headers_counts_requests_without_their_body() -> None:
+def test_header_rule_counts_requests_without_body() -> None:
     service, _ = serve(limited(bucket(keys=USER), bucket(keys=["body:/user"], name="b")))
 
     without = headers(CHAT, x_user_id="ann", mode="NONE")
@@ -118,7 +116,7 @@ def test_a_rule_by_headers_counts_requests_without_their_body() -> None:
 
 
 @pytest.mark.parametrize("query", ["&" * 10_001, "%41" * 10_001, "x" * 66_000])
-def test_a_long_query_does_not_escape_a_budget(query: str) -> None:
+def test_long_query_does_not_escape_a_budget(query: str) -> None:
     service, _ = serve(limited(bucket(keys=USER), bucket(keys=["query:user"], name="q")))
 
     answers = send(service, 4, f"{CHAT}?user=bob&{query}", x_user_id="ann")
@@ -126,8 +124,7 @@ def test_a_long_query_does_not_escape_a_budget(query: str) -> None:
     assert answers == ["", "", "", "token_bucket_exceeded"]
 
 
-def test_an_order_to_allow_holds_for_what_cannot_be_counted() -> None:
-    """A request without a caller has none that an order could name; the policy's own `bypass` is for it."""
+def test_bypass_exempts_uncountable_requests() -> None:
     service, _ = serve(limited(bucket(keys=USER), uncountable="reject", bypass=[{"header": "x-health"}]))
 
     assert send(service, 1, x_health="1") == [""]
@@ -138,7 +135,7 @@ def test_an_order_to_allow_holds_for_what_cannot_be_counted() -> None:
     ("spec", "told"),
     [({}, 1), ({"missing_descriptor": "share"}, 0), ({"missing_descriptor": "skip"}, 0), ({"uncountable": "reject"}, 0)],
 )
-def test_validate_tells_how_to_escape_a_rule(spec: dict[str, Any], told: int) -> None:
+def test_validate_notes_how_a_rule_can_be_escaped(spec: dict[str, Any], told: int) -> None:
     policy = limited(bucket(keys=[*USER, "ip:address"]), rule("token_bucket", "ip", ["ip:address"], rps=1, burst=1), **spec)
 
     notes = [note for note in check(policy).notes if "do not pay" in str(note)]

@@ -1,4 +1,4 @@
-"""What a request pays whose answer does not say what it has used, or says what cannot be."""
+"""What a request pays if its response reports no usage, or impossible usage."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ CUT = [
 
 
 def settled(content: bytes | None = None, spec: dict[str, Any] | None = None, **entry: Any) -> int:  # noqa: ANN401  # see `tell`
-    """What one request of 10 tokens, that asks for 990, has paid in the end."""
+    """What one request of 10 tokens, with a maximum of 990, has paid in the end."""
     service, _ = serve(limited(TOKENS, **(spec or {})))
     tell(service, ask(service, content=content or chat("x" * 40, max_tokens=990)), **entry)
     return 10_000 - tokens_left(service)
 
 
-@pytest.mark.parametrize("flag", CUT)
-@pytest.mark.parametrize(("code", "came"), [(0, 0), (200, 300), (504, 24)])
-def test_a_client_that_leaves_pays_what_was_reserved(flag: str, code: int, came: int) -> None:
+@pytest.mark.parametrize(("flag", "code", "came"), [*((flag, 0, 0) for flag in CUT), (CUT[0], 200, 300), (CUT[0], 504, 24)])
+def test_client_that_leaves_pays_the_reservation(flag: str, code: int, came: int) -> None:
     entry: dict[str, Any] = {flag: True, "status": code, "sizes": (90, came)}
     assert settled(**entry, headers=STREAM, took=SENT) == 1_000
 
 
-def test_a_client_that_leaves_late_pays_for_what_came() -> None:
+def test_client_that_leaves_late_pays_for_received_bytes() -> None:
     content = chat("x" * 40)
     assert settled(content, sizes=(90, 40_000), headers=STREAM, took=SENT, downstream_remote_reset=True) > 10_000 - 23
 
@@ -62,8 +61,7 @@ def test_a_client_that_leaves_late_pays_for_what_came() -> None:
         ({"told": {"input": 0, "output": 9_000}, "sizes": (80, 800)}, 9_000),
     ],
 )
-def test_what_is_known_replaces_what_was_reserved(entry: dict[str, Any], paid: int) -> None:
-    """That nothing reached the upstream, what was used, or that it was an error, which no provider bills."""
+def test_known_usage_replaces_the_reservation(entry: dict[str, Any], paid: int) -> None:
     assert settled(**entry) == paid
 
 
@@ -78,8 +76,7 @@ DOLLARS = rule("cost_based", budget=1, cost_key="usage:dollars", prices={"*": {"
     ],
     ids=["clients that leave", "streams without usage"],
 )
-def test_missing_usage_buys_no_more(made: dict[str, Any], content: bytes, entry: dict[str, Any], most: int) -> None:
-    """A dollar allows seven answers; 10,000 tokens five of 8,000 characters, the last of which is one too much."""
+def test_missing_usage_buys_no_extra_requests(made: dict[str, Any], content: bytes, entry: dict[str, Any], most: int) -> None:
     service, _ = serve(limited(made))
     passed = 0
     for _ in range(30):
@@ -91,8 +88,7 @@ def test_missing_usage_buys_no_more(made: dict[str, Any], content: bytes, entry:
     assert passed == most
 
 
-def test_a_session_pays_what_a_client_that_leaves_had_reserved() -> None:
-    """It stays reserved until it becomes the cost, so the fourth request has no room; it is no unknown call."""
+def test_session_pays_reservation_of_a_client_that_leaves() -> None:
     limits = {"max_cost_per_session": 3_000, "prices": {"*": {"input": 0, "output": 1_000_000}}}
     service, _ = serve(limited(session_limits=limits, limit_keys=["header:x-api-key"]))
 
@@ -118,11 +114,11 @@ def test_a_session_pays_what_a_client_that_leaves_had_reserved() -> None:
     ],
     ids=["as if all were text", "short", "at most what was asked for", "by events if that is more", "another API's maximum"],
 )
-def test_a_stream_without_usage_pays_for_what_came_back(content: bytes, size: int, paid: int) -> None:
+def test_stream_without_usage_pays_for_received_bytes(content: bytes, size: int, paid: int) -> None:
     assert settled(content, sizes=(40, size), headers=STREAM) == paid
 
 
-def test_a_path_that_no_api_has_does_not_lower_the_price() -> None:
+def test_unknown_path_does_not_lower_the_price() -> None:
     service, _ = serve(limited(TOKENS))
     answer = ask(service, path="/ask", content=chat("x" * 40, max_tokens=1))
 
@@ -134,7 +130,7 @@ def test_a_path_that_no_api_has_does_not_lower_the_price() -> None:
 @pytest.mark.parametrize(
     "made", [TOKENS, rule("token_bucket_llm", tokens_per_minute=10_000)], ids=["cost_based", "token_bucket_llm"]
 )
-def test_a_rule_asks_streams_for_their_usage(made: dict[str, Any]) -> None:
+def test_rule_asks_streams_for_usage(made: dict[str, Any]) -> None:
     asking = made | {"algorithm_config": made["algorithm_config"] | {"usage": "request"}}
     content = chat("hello", stream=True)
 
@@ -157,7 +153,7 @@ def test_a_rule_asks_streams_for_their_usage(made: dict[str, Any]) -> None:
         (rule("cost_based", budget=9, **DAY), 0),
     ],
 )
-def test_validate_tells_that_streams_pay_for_their_size(made: dict[str, Any], told: int) -> None:
+def test_validate_notes_that_streams_pay_by_size(made: dict[str, Any], told: int) -> None:
     assert len([note for note in check(limited(made)).notes if "pay for their size" in str(note)]) == told
 
 
@@ -173,7 +169,7 @@ def test_validate_tells_that_streams_pay_for_their_size(made: dict[str, Any], to
         {"usage": '{"prompt_tokens": 10, "completion_tokens": 999999999}'},
     ],
 )
-def test_an_absurd_answer_pays_what_was_reserved(told: dict[str, Any]) -> None:
+def test_absurd_usage_pays_the_reservation(told: dict[str, Any]) -> None:
     service, _ = serve(limited(TOKENS))
 
     tell(service, ask(service, content=chat("x" * 40, max_tokens=990)), told=told, sizes=(80, 800))

@@ -1,4 +1,4 @@
-"""LOOPGUARD_ADMIN names the server that commands ask, or the command says why it cannot."""
+"""LOOPGUARD_ADMIN names the server that commands ask; a value that cannot be used is an error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ _OWN = "LOOPGUARD_ADMIN"
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "https://gateway.example", "http://[::1]:9900/", "unix:/run/a.sock"])
-def test_urls_are_taken_as_they_are(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever --admin takes, the variable takes."""
+def test_url_in_the_variable_is_used(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOPGUARD_ADMIN_SOCKET", raising=False)
     monkeypatch.setenv(_OWN, url)
 
@@ -34,8 +33,7 @@ def test_urls_are_taken_as_they_are(url: str, monkeypatch: pytest.MonkeyPatch) -
         ({"LOOPGUARD_ADMINS": "", _OWN: "http://a:1"}, "http://a:1"),
     ],
 )
-def test_variables_that_name_no_server_are_passed_over(environ: dict[str, str], found: str) -> None:
-    """They leave the default, or the server that is named."""
+def test_variables_of_kubernetes_are_ignored(environ: dict[str, str], found: str) -> None:
     assert find_admin(environ)[0] == found
 
 
@@ -53,21 +51,23 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "told", "command"),
     [
-        *((_OWN, text, f"{_OWN} must be http://HOST:PORT or unix:/PATH") for text in NONSENSE),
-        ("LOOPGUARD_ADMIN_SOCKET", "a.sock", "LOOPGUARD_ADMIN_SOCKET must be"),
+        *((_OWN, text, f"{_OWN} must be http://HOST:PORT or unix:/PATH", "top") for text in NONSENSE),
         *(
-            (name, "http://10.0.0.1:8000", f"{name} is not a setting")
+            (_OWN, "nonsense", f"{_OWN} must be http://HOST:PORT or unix:/PATH", command)
+            for command in ("allow --caller ann", "overrides", "doctor", "sessions", "canary status")
+        ),
+        ("LOOPGUARD_ADMIN_SOCKET", "a.sock", "LOOPGUARD_ADMIN_SOCKET must be", "top"),
+        *(
+            (name, "http://10.0.0.1:8000", f"{name} is not a setting", "top")
             for name in ("LOOPGUARD_ADMIN_URL", "LOOPGUARD_ADMINS", "LOOPGUARD_ADMIN_ADDRESS")
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["allow --caller ann", "overrides", "top", "doctor", "sessions", "canary status"])
-def test_nonsense_is_an_error_of_every_command(
-    command: str, name: str, text: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_invalid_variable_is_an_error_of_every_command(
+    name: str, text: str, told: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No order goes to the default server instead, and the message names the variable."""
     for each in (_OWN, "LOOPGUARD_ADMIN_SOCKET"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, text)

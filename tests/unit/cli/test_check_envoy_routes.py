@@ -1,4 +1,4 @@
-"""`loopguard check-envoy` on routes, listeners and filters that let requests pass Loopguard: found, or named as not judged."""
+"""`loopguard check-envoy` on routes, listeners and filters that let requests bypass Loopguard."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ STEERING = bundle(policy("agents", {"pathPrefix": "/chat"}, similarity="turns", 
         ({"prefix": "/chat", "runtime_fraction": {"default_value": {"numerator": 0}}}, ""),
     ],
 )
-def test_a_route_before_the_guarded_one_is_judged(match: Json, told: str, policies: Json) -> None:
-    """With policies, which select its requests, and without, since it may take those of a guarded route."""
+def test_route_before_the_guarded_one_is_checked(match: Json, told: str, policies: Json) -> None:
     document = before(match)
 
     assert codes(document, policies) == [told] * bool(told)
@@ -184,8 +183,7 @@ ROUTE_CASES: dict[str, tuple[list[Edit], Json, list[str]]] = {
 
 
 @pytest.mark.parametrize(("edits", "policies", "expected"), ROUTE_CASES.values(), ids=ROUTE_CASES)
-def test_a_guarded_route_must_take_what_policies_select(edits: list[Edit], policies: Json, expected: list[str]) -> None:
-    """Every request, whatever its case, host and conditions."""
+def test_guarded_route_must_match_what_policies_select(edits: list[Edit], policies: Json, expected: list[str]) -> None:
     assert codes(edited(good(), *edits), policies) == expected
 
 
@@ -197,16 +195,14 @@ def test_a_guarded_route_must_take_what_policies_select(edits: list[Edit], polic
         ({"safe_regex": {"regex": "(?i)/chat.*"}}, "/match"),
     ],
 )
-def test_a_guarded_route_must_mind_the_case(match: Json, place: str, policies: Json) -> None:
-    """Policies do, so `/CHAT` would match none."""
+def test_case_insensitive_guarded_route_is_found(match: Json, place: str, policies: Json) -> None:
     document = edited(good(), put(f"{ROUTES}/0/match", match))
 
     assert found(document, policies) == [("unmatched", f"{ROUTES}/0{place}", True)]
 
 
 @pytest.mark.parametrize("policies", [CHAT, None])
-def test_a_matcher_tree_of_routes_is_read(policies: Json) -> None:
-    """Its routes are listed; which of them a request takes is not judged, unless all are guarded."""
+def test_matcher_tree_of_routes_is_read(policies: Json) -> None:
     mixed, whole = report(treed(good(), guarded=False), policies), report(treed(good(), guarded=True), policies)
 
     assert [bool(route.modes) for route in (*mixed.routes, *whole.routes)] == [False, True, True, True]
@@ -214,8 +210,7 @@ def test_a_matcher_tree_of_routes_is_read(policies: Json) -> None:
     assert whole.findings == []
 
 
-def test_unknown_routes_of_a_selector_are_found() -> None:
-    """A policy for a route that does not exist matches nothing."""
+def test_selector_with_an_unknown_route_is_found() -> None:
     (finding,) = report(good(), bundle(policy("p", {"routes": ["nowhere"]}, limit_keys=["header:x"]))).findings
 
     assert (finding.code, finding.hurts, "nowhere" in finding.problem) == ("unmatched", True, True)
@@ -244,8 +239,7 @@ SEVERAL = [
         ({"pathExact": "/a", "hosts": ["elsewhere.example"]}, ["exact"]),
     ],
 )
-def test_a_selector_finds_the_routes_that_envoy_would_take(selector: dict[str, Any], names: list[str]) -> None:
-    """The first route that takes all of a path ends the search; one that also looks at headers does not."""
+def test_unguarded_routes_are_those_that_envoy_takes(selector: dict[str, Any], names: list[str]) -> None:
     document = good()
     all_ = {"prefix": "/"}
     hosts = [
@@ -282,8 +276,7 @@ REFUSERS: dict[str, tuple[str, Json]] = {
 
 
 @pytest.mark.parametrize("name", REFUSERS)
-def test_filters_that_refuse_belong_before_loopguard(name: str) -> None:
-    """Behind it, Loopguard counts what is refused, unless the filter is off on the guarded route."""
+def test_filter_that_refuses_after_loopguard_is_found(name: str) -> None:
     kind, config = REFUSERS[name]
     behind = edited(good(), add_filter(kind, **config))
 
@@ -293,7 +286,7 @@ def test_filters_that_refuse_belong_before_loopguard(name: str) -> None:
 
 
 def of_route(kind: str, own: Json) -> list[Edit]:
-    """A filter that refuses by what the guarded route says."""
+    """A filter that refuses only by the settings of the guarded route."""
     return [add_filter(kind), put(f"{_PER_ROUTE}/it", {"@type": "x", **own})]
 
 
@@ -310,22 +303,18 @@ MEMBERS = {
 
 
 def verified(*rules: Json) -> list[Edit]:
-    """Tokens are verified by these rules."""
     return [add_filter("jwt_authn.v3.JwtAuthentication", place=0, providers=PROVIDERS, rules=list(rules))]
 
 
 def requires(**match: Json) -> Json:
-    """A rule that verifies tokens."""
     return {"match": match, "requires": {"provider_name": "idp"}}
 
 
 def upgrading(*filters: Json) -> list[Edit]:
-    """WebSockets have filters of their own."""
     return [put(UPGRADES, [{"upgrade_type": "websocket", "filters": list(filters)}])]
 
 
 def withheld(pattern: Json) -> list[Edit]:
-    """Headers that Loopguard does not get."""
     return [put(f"{FILTER}/typed_config/forward_rules", {"disallowed_headers": {"patterns": [pattern]}})]
 
 
@@ -401,13 +390,11 @@ FILTER_CASES: dict[str, tuple[Json, list[Edit], list[str]]] = {
 
 
 @pytest.mark.parametrize(("policies", "edits", "expected"), FILTER_CASES.values(), ids=FILTER_CASES)
-def test_filters_beside_loopguard_are_judged(policies: Json, edits: list[Edit], expected: list[str]) -> None:
-    """Those that refuse, choose, verify tokens or withhold headers."""
+def test_other_filters_are_checked(policies: Json, edits: list[Edit], expected: list[str]) -> None:
     assert codes(edited(good(policies or CHAT), *edits), policies) == expected
 
 
-def test_envoy_gateway_orders_filters_by_its_own_setting() -> None:
-    """The repair names it."""
+def test_advice_for_envoy_gateway_names_its_setting() -> None:
     name = "envoy.filters.http.ext_proc/envoyextensionpolicy/default/loopguard/extproc/0"
     edits = [drop(f"{_PER_ROUTE}/{_NAME}"), add_filter("rbac.v3.RBAC", **RULES), put(f"{FILTER}/name", name)]
     document = edited(good(), *edits, put(f"{MANAGER}/http_filters/1/name", "envoy.filters.http.rbac"))
@@ -434,13 +421,11 @@ STATE = {"@type": f"{_TYPE}/envoy.extensions.matching.common_inputs.network.v3.D
         (header("x-skip"), False, []),
     ],
 )
-def test_a_matcher_that_clients_control_is_found(reads: Json, skips: bool, expected: list[str]) -> None:
-    """A note for inputs that cannot be judged; nothing for a matcher that skips nothing."""
+def test_matcher_that_clients_control_is_found(reads: Json, skips: bool, expected: list[str]) -> None:
     assert codes(wrapped(good(), reads, skips=skips)) == expected
 
 
-def test_the_charts_matcher_is_understood() -> None:
-    """It skips what calls no model: a problem only for policies that select other requests."""
+def test_matcher_of_the_chart_is_understood() -> None:
     place = f"{FILTER}/typed_config/xds_matcher"
     matcher = yaml.safe_load((ROOT / "helm" / "loopguard" / "envoy" / "apis.yaml").read_text())
     document = edited(wrapped(good(), header(":path")), put(place, matcher))
@@ -456,8 +441,7 @@ def test_the_charts_matcher_is_understood() -> None:
         assert codes(edited(document, edit)) == ["(not-judged)"]
 
 
-def test_a_routes_matcher_is_found() -> None:
-    """It replaces that of the filter, which may choose nothing."""
+def test_matcher_of_a_route_is_found() -> None:
     document = wrapped(good(), header("x-skip"))
     matcher = find(document, f"{FILTER}/typed_config").pop("xds_matcher")
     kind = f"{_TYPE}/envoy.extensions.common.matching.v3.ExtensionWithMatcherPerRoute"
@@ -497,8 +481,7 @@ def test_a_routes_matcher_is_found() -> None:
         ({"prefix_rewrite": "/chat/", "cluster": "else"}, ""),
     ],
 )
-def test_every_rewrite_onto_a_guarded_path_is_found(rewrite: Json, code: str, policies: Json) -> None:
-    """By a prefix, an expression, a template or a header, to the same upstream, or to one that requests choose."""
+def test_rewrite_to_a_guarded_path_is_found(rewrite: Json, code: str, policies: Json) -> None:
     document = rewriting({"prefix": "/alias" if rewrite.get("prefix_rewrite") == "/ch" else "/alias/"}, rewrite)
     if "cluster_header" in rewrite:
         document = edited(document, drop(f"{ROUTES}/0/route/cluster"))
@@ -506,13 +489,11 @@ def test_every_rewrite_onto_a_guarded_path_is_found(rewrite: Json, code: str, po
     assert codes(document, policies) == [code] * bool(code)
 
 
-def test_a_single_path_that_is_rewritten_is_no_alias() -> None:
-    """Only that path is rewritten, to one that is not guarded."""
+def test_rewrite_of_one_other_path_is_no_alias() -> None:
     assert codes(rewriting({"path": "/health"}, {"prefix_rewrite": "/"})) == []
 
 
 def make_listener(routes: Json) -> Json:
-    """Another listener without Loopguard, with these routes."""
     made = find(good(), "/static_resources/listeners/0")
     manager = made["filter_chains"][0]["filters"][0]["typed_config"]
     del manager["http_filters"][0]
@@ -548,8 +529,7 @@ LISTENERS: dict[str, tuple[Json, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", LISTENERS)
-def test_a_second_listener_to_the_guarded_upstream_is_found(name: str) -> None:
-    """With routes that take guarded requests, or for connections."""
+def test_second_listener_to_the_upstream_is_found(name: str) -> None:
     listener, expected = LISTENERS[name]
 
     assert codes(edited(good(), insert("/static_resources/listeners/1", listener)), CHAT) == expected
@@ -569,7 +549,6 @@ def test_a_second_listener_to_the_guarded_upstream_is_found(name: str) -> None:
     ],
 )
 def test_notes_need_whole_bodies(mode: str, policies: Json, told: list[str]) -> None:
-    """With BUFFERED_PARTIAL, steering is a warning that no model reads; duplex and policies without notes are fine."""
     document = edited(
         good(STEERING),
         put(f"{_PER_ROUTE}/{_NAME}/overrides/processing_mode/request_body_mode", mode),
@@ -580,8 +559,7 @@ def test_notes_need_whole_bodies(mode: str, policies: Json, told: list[str]) -> 
 
 
 @pytest.mark.parametrize("flags", [["--body-mode", "tolerant"], ["--tolerant-routes", "/chat"], ["--body-mode", "duplex"]])
-def test_envoy_config_says_where_notes_are_lost(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anybody runs it."""
+def test_envoy_config_warns_where_notes_are_lost(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path / "p.json", STEERING)
 
     run = Run(capsys, "envoy-config", "--policy", file, "--upstream", "127.0.0.1:8080", *flags)
@@ -589,8 +567,7 @@ def test_envoy_config_says_where_notes_are_lost(flags: list[str], tmp_path: Path
     assert (run.code, "notes of agents become warnings" in run.err) == (0, "duplex" not in flags)
 
 
-def test_the_sum_says_what_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`findings: 0` alone would call it good."""
+def test_summary_counts_what_could_not_be_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, "check-envoy", written(tmp_path / "envoy.json", before({"safe_regex": {"regex": "/c\\pL+.*"}})))
 
     assert run.code == 0

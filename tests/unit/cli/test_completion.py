@@ -16,22 +16,19 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def make_script(shell: str, capsys: pytest.CaptureFixture[str], folder: Path) -> Path:
-    """The script as a file."""
     file = folder / f"loopguard.{shell}"
     file.write_text(Run(capsys, "completion", shell).out)
     return file
 
 
 def run_shell(*command: str | Path, folder: Path | None = None) -> str:
-    """What a shell prints on stdout; stderr is empty."""
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=folder)
     assert done.stderr == ""
     return done.stdout
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_has_every_command(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Each shell's own syntax, which that shell takes if it is installed."""
+def test_script_has_every_command(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = make_script(shell, capsys, tmp_path)
 
     text = script.read_text()
@@ -43,7 +40,6 @@ def test_a_script_has_every_command(shell: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 def test_bash_completes_commands_flags_choices_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The last of the words that somebody types."""
     program = f"""
 source {make_script("bash", capsys, tmp_path)}
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${{#COMP_LINE}}
@@ -73,7 +69,6 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed: what it completes is NOT tested")
 def test_fish_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With what each is for."""
     lines = "; ".join(f"complete -C '{line}'" for line in ("loopguard to", "loopguard top --on", "loopguard top --sort s"))
     program = f"source {make_script('fish', capsys, tmp_path)}; {lines}"
 
@@ -85,7 +80,6 @@ def test_fish_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed: whether it completes is NOT tested")
 def test_zsh_finds_the_script_in_its_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Under the name that the examples give it."""
     make_script("zsh", capsys, tmp_path).rename(tmp_path / "_loopguard")
     program = f"fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -d {tmp_path}/dump; print -r -- $_comps[loopguard]"
 

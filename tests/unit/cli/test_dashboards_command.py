@@ -1,4 +1,4 @@
-"""`loopguard dashboards`: what the chart installs, for those who have no Helm."""
+"""`loopguard dashboards` writes what the chart installs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from tests.support.chart import CHART
 from tests.support.command import Run
 
 
-def test_it_writes_what_the_chart_installs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Dashboard and alerts are the chart's own, to the byte, with an example beside them; the paths are printed."""
+def test_dashboards_writes_what_the_chart_installs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a" / "b"
 
     run = Run(capsys, "dashboards", str(folder))
@@ -23,8 +22,7 @@ def test_it_writes_what_the_chart_installs(tmp_path: Path, capsys: pytest.Captur
     assert written == installed
 
 
-def test_it_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If a file has been changed, it stays and no other file is written, unless --force is given."""
+def test_changed_file_is_only_replaced_with_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = tmp_path / next(CHART.glob("alerts/*")).name
     rules.write_text("mine")
 
@@ -36,8 +34,7 @@ def test_it_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "LoopguardLoopSurge" in rules.read_text()
 
 
-def test_a_folder_that_cannot_be_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line and exit code 2."""
+def test_folder_that_is_a_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file := tmp_path / "file").write_text("")
 
     run = Run(capsys, "dashboards", str(file))

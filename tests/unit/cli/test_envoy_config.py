@@ -1,4 +1,4 @@
-"""The Envoy configuration that `loopguard envoy-config` makes from policies: its routes, and what is told of flags."""
+"""The Envoy configuration that `loopguard envoy-config` prints."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ TLS = "transport_socket/typed_config"
 
 @pytest.fixture
 def configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Configure:
-    """Runs the command on policies, by default those of the sample; an upstream is named where it has to be."""
-
     def run(*flags: str, policies: object = None) -> Run:
         file = str(SAMPLE) if policies is None else written(tmp_path / "policies.json", policies)
         named = [] if {"--upstream", "--snippet"} & {*flags} else ["--upstream", UPSTREAM]
@@ -51,13 +49,12 @@ def configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Configure:
 
 
 def routes(text: str) -> list[tuple[str, str, bool]]:
-    """Name, match and whether Loopguard is asked, of every route in order."""
+    """Name, match and whether Loopguard is called, of every route in order."""
     found = re.findall(r"- name: (.*)\n +match: \{(.*)\}\n +route: .*\n( +typed_per_filter_config:\n)?", text)
     return [(name.strip('"'), match, bool(guard)) for name, match, guard in found]
 
 
-def test_events_are_read_by_few_rules() -> None:
-    """Envoy copies them for each request; every count that stands in an object is in one that they find."""
+def test_few_rules_read_the_usage_of_events() -> None:
     within = tuple(f"{place}." for place in EVENT_OBJECTS)
     left = {place for places in COUNT_PLACES.values() for place in places if not place.startswith(within)}
 
@@ -69,8 +66,7 @@ def test_events_are_read_by_few_rules() -> None:
     ("name", "shadow_mode"),
     [("bootstrap", "off"), ("bootstrap-observability", "observability"), ("bootstrap-partial", "partial")],
 )
-def test_the_committed_bootstraps_are_current(name: str, shadow_mode: str) -> None:
-    """Each envoy/bootstrap*.yaml is what the command prints for envoy/policy.json."""
+def test_committed_bootstraps_are_current(name: str, shadow_mode: str) -> None:
     text = bootstrap(DOCUMENTS["sample"], shadow_mode=shadow_mode)
     committed = (ROOT / "envoy" / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -78,20 +74,17 @@ def test_the_committed_bootstraps_are_current(name: str, shadow_mode: str) -> No
     assert committed == text, f"out of date; make it again: loopguard envoy-config {flags} > envoy/{name}.yaml"
 
 
-def test_looking_on_carries_nothing_that_needs_an_answer() -> None:
-    """Where answers are ignored, nothing is made of decisions, and no comment speaks of a request that is held or refused."""
+def test_observability_mode_has_nothing_for_decisions() -> None:
     text = bootstrap(DOCUMENTS["sample"], shadow_mode="observability").partition("clusters:")[0]
 
     assert re.findall(r"DYNAMIC_METADATA|receiving|message_timeout|longest delay|throttled|refused(?!-stream)", text) == []
 
 
 def socket(host: str, port: int) -> dict[str, Any]:
-    """An address as Envoy spells it."""
     return {"socket_address": {"address": host, "port_value": port}}
 
 
 def test_every_flag_has_its_place(configure: Configure) -> None:
-    """The command prints the bootstrap and nothing else."""
     flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen 0.0.0.0:80 --admin 127.0.0.1:81"
     flags += " --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant --buffer-limit 99999"
     flags += " --failure-mode deny --upstream-protocol http2"
@@ -146,8 +139,7 @@ def test_every_flag_has_its_place(configure: Configure) -> None:
         ("--upstream-ca", "/ca.pem"),
     ],
 )
-def test_a_bad_flag_is_told_in_one_line(flag: str, value: str, configure: Configure) -> None:
-    """A flag that cannot be used ends with exit code 2 and one line that names it and what was given."""
+def test_invalid_flag_is_a_one_line_error(flag: str, value: str, configure: Configure) -> None:
     run = configure(flag, value)
 
     assert (run.code, run.out) == (2, "")
@@ -177,8 +169,7 @@ DECIDED = [
         *DECIDED,
     ],
 )
-def test_flags_that_do_not_fit_each_other_are_told(flags: list[str], line: str, configure: Configure) -> None:
-    """Half of TLS would leave a side unverified, and what a shadow mode decides cannot be decided otherwise."""
+def test_contradicting_flags_are_an_error(flags: list[str], line: str, configure: Configure) -> None:
     run = configure(*flags)
 
     assert (run.code, run.complaint) == (2, f"loopguard: {line}")
@@ -191,8 +182,7 @@ def test_flags_that_do_not_fit_each_other_are_told(flags: list[str], line: str, 
         (["--endpoint-san", "spiffe://a/b", "--endpoint-san", "c"], [("URI", "spiffe://a/b"), ("DNS", "c")]),
     ],
 )
-def test_envoy_knows_loopguard_by_name(flags: list[str], names: list[tuple[str, str]], configure: Configure) -> None:
-    """Its certificate has to be made out to one of the endpoints' hosts, or to one of the names that are given."""
+def test_envoy_verifies_the_name_of_loopguard(flags: list[str], names: list[tuple[str, str]], configure: Configure) -> None:
     made = yaml.safe_load(configure(*TLS_FILES, *flags).out)
 
     context = find(made, f"{CLUSTERS}/0/{TLS}/common_tls_context/validation_context")
@@ -215,8 +205,7 @@ NO_TLS = "warning: port 8443 usually speaks TLS, and Envoy will not; add --upstr
         ([], DOCUMENTS["nothing guarded"], "guards nothing"),
     ],
 )
-def test_what_may_not_be_meant_is_a_warning(flags: list[str], policies: object, told: str, configure: Configure) -> None:
-    """Policies that act all the same with `partial`, plain HTTP to a port for TLS, and no route that is guarded."""
+def test_suspicious_flags_are_warned_about(flags: list[str], policies: object, told: str, configure: Configure) -> None:
     run = configure(*flags, policies=policies)
 
     assert run.code == 0
@@ -224,8 +213,7 @@ def test_what_may_not_be_meant_is_a_warning(flags: list[str], policies: object, 
     assert told != "guards nothing" or routes(run.out) == [("unguarded", "prefix: /", False)]
 
 
-def test_a_required_flag_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --upstream there is no bootstrap."""
+def test_upstream_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, "envoy-config", "--policy", str(SAMPLE))
 
     assert (run.code, "--upstream" in run.complaint) == (2, True)
@@ -242,7 +230,6 @@ def test_a_required_flag_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_port_443_means_tls(upstream: str, more: list[str], tls: bool, configure: Configure) -> None:
-    """With a verified certificate, as with the flag."""
     (cluster,) = yaml.safe_load(configure("--upstream", upstream, *more).out)["static_resources"]["clusters"][1:2]
 
     assert cluster["name"] == "upstream"
@@ -264,16 +251,14 @@ def test_port_443_means_tls(upstream: str, more: list[str], tls: bool, configure
         (bundle(limited(bucket())), [], "1.36"),
     ],
 )
-def test_the_header_names_the_envoy_that_is_needed(
+def test_header_names_the_required_envoy_version(
     document: object, flags: list[str], version: str, configure: Configure
 ) -> None:
-    """By what is printed, in a bootstrap and in a snippet."""
     assert f"for Envoy {version} and newer" in configure(*flags, policies=document).out
     assert f"for Envoy\n# {version} and newer" in configure("--snippet", *flags, policies=document).out
 
 
-def test_the_most_specific_route_is_first() -> None:
-    """Envoy takes the first route that matches: exact paths stand first, then prefixes, the longest first, then the rest."""
+def test_most_specific_route_is_first() -> None:
     selectors = [{"pathPrefix": "/v1"}, {"pathExact": "/v1/chat"}, {"pathPrefix": "/v1/chat/"}, {"pathPrefix": "/v1/chat"}]
 
     assert routes(bootstrap(bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors))))) == [
@@ -308,8 +293,7 @@ def test_the_most_specific_route_is_first() -> None:
         ([{"apis": ["ollama"]}, {"apis": ["gemini"], "routes": ["x"]}], ["guarded:ollama", "x", "unguarded"]),
     ],
 )
-def test_routes_get_the_names_that_selectors_ask_for(selectors: Sequence[Mapping[str, object]], names: Sequence[str]) -> None:
-    """A route has the name that its policies select by, else that of what is around it, so that every policy can match."""
+def test_routes_have_the_names_of_selectors(selectors: Sequence[Mapping[str, object]], names: Sequence[str]) -> None:
     text = bootstrap(bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors))))
 
     assert [name for name, _, _ in routes(text)] == names
@@ -325,15 +309,13 @@ def test_routes_get_the_names_that_selectors_ask_for(selectors: Sequence[Mapping
         ([{"routes": ["x"]}, {"pathPrefix": "/", "routes": ["y"]}], "the path / can have one route name"),
     ],
 )
-def test_names_that_cannot_be_placed(selectors: Sequence[Mapping[str, object]], told: str) -> None:
-    """Where one set of routes cannot serve all the selectors, the error names the policies and what to change."""
+def test_contradicting_route_names_are_an_error(selectors: Sequence[Mapping[str, object]], told: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
         bootstrap(bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors))))
 
 
 @pytest.mark.parametrize("template", sorted((ROOT / "extproc" / "cli" / "envoy_config" / "templates").iterdir()), ids=str)
-def test_a_template_is_yaml_by_itself(template: Path) -> None:
-    """An editor that knows YAML finds nothing wrong with a template, gaps and all."""
+def test_templates_are_yaml(template: Path) -> None:
     assert yaml.safe_load(template.read_text(encoding="utf-8"))
 
 
@@ -351,6 +333,5 @@ def test_a_template_is_yaml_by_itself(template: Path) -> None:
         ("# if x\n#  $x\n\n", {"x": "1"}, "# if x\n#  1\n\n"),
     ],
 )
-def test_gaps_are_filled(template: str, values: dict[str, str | bool], expected: str) -> None:
-    """Values, blocks and conditions, and nothing else, are taken out of a template."""
+def test_template_is_filled(template: str, values: dict[str, str | bool], expected: str) -> None:
     assert fill(template, values) == expected

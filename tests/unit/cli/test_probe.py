@@ -1,4 +1,4 @@
-"""What a probe's answers mean."""
+"""How `check-envoy --probe` interprets responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAIN, ALIAS = ProbeRequest("HTTP/1.1", "/a"), ProbeRequest("dot segments", "/b/
 
 
 def noted(*counted: str, matched: tuple[str, ...] = ("p",), **left_out: str) -> dict[str, Any]:
-    """What Loopguard says."""
+    """Loopguard's own record of a request."""
     return {"matched": [*matched], "counted": [*counted], "left_out": left_out}
 
 
@@ -34,13 +34,13 @@ def noted(*counted: str, matched: tuple[str, ...] = ("p",), **left_out: str) -> 
         (ALIAS, ProbeAnswer(405, reached=True), None, "UNGUARDED"),  # as the usual path is answered
     ],
 )
-def test_a_verdict(request_: ProbeRequest, reply: ProbeAnswer, said: dict[str, Any] | None, verdict: str) -> None:
-    """What Loopguard counts or leaves out on purpose is guarded; what passes otherwise is not."""
+def test_response_gives_the_verdict(
+    request_: ProbeRequest, reply: ProbeAnswer, said: dict[str, Any] | None, verdict: str
+) -> None:
     assert judge(request_, reply, said, ProbeAnswer(405, reached=True))[0] == verdict
 
 
-def test_what_may_pass_unguarded_has_to_be_ignored() -> None:
-    """By its name, in the exit code."""
+def test_unguarded_result_fails_unless_ignored() -> None:
     found = [
         Result("http://a/", "/a", PLAIN, ProbeAnswer(200), "guarded", ""),
         Result("http://a/", "/a", PLAIN._replace(name="HTTP/2"), ProbeAnswer(0), "UNGUARDED", ""),

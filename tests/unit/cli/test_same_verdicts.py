@@ -1,7 +1,7 @@
-"""Gateway, `explain`, `scan` and `replay` say the same of a body: it loops, it does not, or why that cannot be told.
+"""Service, `explain`, `scan` and `replay` agree on a body: it loops, it does not, or why that is unknown.
 
-What a reader does not understand is never called good. The policy is the preset's detector `turns`, by which `scan` judges,
-without a session: a file of requests does not show what a server remembers.
+The policy is the detector `turns` of the preset, as in `scan`, without a session: a file of requests does not show what a
+server remembers.
 """
 
 from __future__ import annotations
@@ -30,37 +30,33 @@ KEYS = {"responses": "input", "gemini": "contents"}
 LOOP, NONE = "loop", "no loop"
 NO_MESSAGES, NO_HISTORY, NOT_JSON, LIMIT = "no_messages", "no_history", "not_json", "inspect_limit"
 
-Case = tuple[str, object, str]
-"""Path, body, verdict."""
+Case = tuple[str, object, str]  # path, body, verdict
 
 
 def loop(more: str = "") -> list[Did]:
-    """Eight equal turns with an error."""
     return [Did((("run", {"cmd": "ls x"}),), (f"Error: no such file or directory.{more}",), number=n) for n in range(1, 9)]
 
 
 def work(more: str = "") -> list[Did]:
-    """Eight turns that differ."""
     return [Did((("run", {"cmd": f"ls {n * 'x'}"}),), (f"a file of {n * 'lines '}{more}",), number=n) for n in range(1, 9)]
 
 
 def user(text: str = "go on") -> dict[str, Any]:
-    """A message of a person."""
     return {"role": "user", "content": text}
 
 
 def spoil(body: object, word: str, *, last: bool = False) -> bytes:
-    """The body with a byte that is no UTF-8 in the first of these words, or the last."""
     data = json.dumps(body).encode()
     place = data.rfind(word.encode()) if last else data.find(word.encode())
     return data[:place] + b"\xff" + data[place:]
 
 
 def list_cases_of(api: str) -> Mapping[str, tuple[object, str]]:
-    """The shapes that every API has."""
+    """Cases that each API has; how messages may be malformed is the same for all, so one API has all such cases."""
     write, key = SHAPES[api], KEYS.get(api, "messages")
     looping = write(loop())
-    words: dict[str, object] = {"1": 1, "null": None, "{}": {}, "[]": [], "[1]": [1], "[[]]": [[]], "[null]": [None]}
+    words: dict[str, object] = {"null": None, "[]": [], "[[]]": [[]]}
+    words |= {"1": 1, "{}": {}, "[1]": [1], "[null]": [None]} if api == "chat" else {}
     huge = write(work()[:1])
     huge[key][-1] = json.loads(json.dumps(huge[key][-1]).replace("a file", "x" * 1_200_000))
     return {
@@ -71,20 +67,13 @@ def list_cases_of(api: str) -> Mapping[str, tuple[object, str]]:
         "one turn": (write(loop()[:1]), NONE),
         "no turn": (write([]), NONE),
         "a loop in 1.2 MB": (write(loop("x" * 150_000)), LOOP),
-        "work in 1.2 MB": (write(work("x" * 150_000)), NONE),
         "one message of 1.2 MB": (huge, LIMIT),
-        "too many messages": (looping | {key: [{}] * 20_000}, LIMIT),
-        "a bad byte in the oldest result": (spoil(looping, "no such"), NOT_JSON),
-        "a bad byte in the newest result": (spoil(looping, "no such", last=True), NOT_JSON),
-        "a bad byte in an argument": (spoil(looping, "ls x", last=True), NOT_JSON),
-        "cut off": (json.dumps(looping)[:-9].encode(), NOT_JSON),
-        **{f"messages are {name}": (looping | {key: value}, NO_MESSAGES) for name, value in words.items()},
+        **({f"messages are {name}": (looping | {key: value}, NO_MESSAGES) for name, value in words.items()}),
         "no messages": ({name: value for name, value in looping.items() if name != key}, NO_MESSAGES),
     }
 
 
 def list_items(*items: Mapping[str, object], **more: object) -> dict[str, Any]:
-    """A request of the Responses API in which these items come eight times."""
     return {"model": "m", "input": [user(), *[{**item, "id": f"i{n}"} for n in range(8) for item in items]], **more}
 
 
@@ -138,18 +127,23 @@ CASES: dict[str, Case] = {
     "a list": (CHAT, [], NO_MESSAGES),
     "no body": (CHAT, b"", NO_MESSAGES),
     "words": (CHAT, b"hello", NOT_JSON),
+    "work in 1.2 MB": (CHAT, SHAPES["chat"](work("x" * 150_000)), NONE),
+    "too many messages": (CHAT, {"messages": [{}] * 20_000}, LIMIT),
+    "a bad byte in the oldest result": (RESPONSES, spoil(STUCK, "no such"), NOT_JSON),
+    "a bad byte in the newest result": (RESPONSES, spoil(STUCK, "no such", last=True), NOT_JSON),
+    "a bad byte in an argument": (RESPONSES, spoil(STUCK, "ls x", last=True), NOT_JSON),
+    "cut off": (RESPONSES, json.dumps(STUCK)[:-9].encode(), NOT_JSON),
 }
 
 
+# The problems that `scan` reports, in the words of the others.
 OTHER_FILES = {"unknown": NO_MESSAGES, "not_json": NOT_JSON, "foreign": NOT_JSON}
-"""What `scan` says of files that are no requests, in the words of the others."""
 
 
 KEY = "authorization: Bearer sk-one"
 
 
 def ask_gateway(data: bytes, path: str) -> str:
-    """What the service does."""
     service = make_service(TURNS)
     action = metadata_of(ask_preset(service, data, path)).get("action", "allow")
     reasons = [
@@ -162,19 +156,16 @@ def ask_gateway(data: bytes, path: str) -> str:
 
 
 def read_explained(printed: str) -> str:
-    """What explain shows of a request with this body."""
     told = dict(line.split(None, 1) for line in printed.splitlines() if line.strip())
     return told.get("uncounted") or (NONE if told["decision"].startswith("allow") else LOOP)
 
 
 def read_replayed(printed: str) -> str:
-    """What replay makes of a record of it."""
     (told,) = json.loads(printed)["policies"]
     return next(iter(told["uncounted"]), LOOP if told["loops"] else NONE)
 
 
 def read_scanned(printed: str, errors: str) -> str:
-    """What scan makes of a file that holds only this body."""
     report = json.loads(printed)
     for kind, found in report["problems"].items():
         assert f"{found['what']}" in errors
@@ -186,8 +177,7 @@ def read_scanned(printed: str, errors: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_readers_say_the_same(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Gateway, explain, replay and scan."""
+def test_all_readers_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, content, verdict = CASES[name]
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     file, policy = written(tmp_path / "requests.jsonl", data), written(tmp_path / "policy.json", TURNS)

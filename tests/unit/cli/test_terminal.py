@@ -1,4 +1,4 @@
-"""What others have written never controls the terminal of who reads it, and no reply of an admin port fills the memory."""
+"""Text from others never controls the reader's terminal, and replies of an admin port are bounded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.answering import Answer, answering, flood, reply
 from tests.support.command import Run, written
 from tests.support.receivers import CA
 
+# Sets a title, clears the screen, returns to the start of the line, and changes the direction of text.
 EVIL = "\x1b]0;owned\x07\x9b2J\x7f\r\u202e"
-"""Sets a title, clears the screen, goes back to the start of the line, and turns the direction of text."""
 
 ENDLESS = Answer(200, {}, flood)
 
@@ -29,16 +29,14 @@ ENDLESS = Answer(200, {}, flood)
 
 
 @pytest.mark.parametrize("status", [200, 500])
-def test_an_endless_reply_is_one_line(status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """After as much as a reply may have."""
+def test_endless_reply_is_a_one_line_error(status: int, capsys: pytest.CaptureFixture[str]) -> None:
     with answering(ENDLESS._replace(status=status)) as url:
         run = Run(capsys, "top", "--admin", url)
 
     assert (run.code, run.complaint) == (1, f"loopguard: {url}/loops sends more than 64 MiB, as no admin port does")
 
 
-def test_a_reply_is_read_in_bounded_memory() -> None:
-    """Little more than it may have is ever held."""
+def test_reply_is_read_in_bounded_memory() -> None:
     tracemalloc.start()
 
     with pytest.raises(LoopguardError, match="sends more than 4 MiB"):
@@ -49,8 +47,7 @@ def test_a_reply_is_read_in_bounded_memory() -> None:
     assert peak < 2**24
 
 
-def test_a_slow_reply_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte in time, but never all of them."""
+def test_slow_reply_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("extproc.operator.admin.client.monotonic", lambda: now[0])
 
@@ -76,18 +73,14 @@ FOREIGN = [b"[" * 100_000, b"7", b"[]", b'"x"', b"\xff", b"", b"null", b"9" * 10
         (reply({"status": "ok"}), "sessions", "sessions"),
     ],
 )
-def test_a_reply_of_another_kind_is_one_line(
-    answer: Answer, command: str, path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """However deep it is; a report says which replica has written it, and is not packed."""
+def test_foreign_reply_is_a_one_line_error(answer: Answer, command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with answering(answer) as url:
         run = Run(capsys, command, "--admin", url)
 
     assert (run.code, run.complaint) == (1, f"loopguard: {url}/{path} is not an admin endpoint of Loopguard")
 
 
-def test_a_server_that_is_asked_twice_counts_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Reports of several servers are joined."""
+def test_server_named_twice_counts_once(capsys: pytest.CaptureFixture[str]) -> None:
     report = {"replica": "r", "replicas": ["r"], "problem": None}
     with answering(reply(report)) as url:
         assert json.loads(Run(capsys, "top", "--json", "--admin", url, "--admin", url).out) == report
@@ -98,10 +91,9 @@ def test_a_server_that_is_asked_twice_counts_once(capsys: pytest.CaptureFixture[
     [(ENDLESS, "sends more than 1 MiB"), (reply(b"[" * 100_000), "no Envoy answered")],
     ids=["endless", "deep"],
 )
-def test_a_dump_of_envoy_is_bounded(
+def test_dump_of_envoy_is_bounded(
     answer: Answer, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `check-envoy --admin` reads it."""
     monkeypatch.setattr("extproc.cli.envoy_check.document.MOST_DUMPED", 2**20)
 
     with answering(answer) as url:
@@ -109,8 +101,7 @@ def test_a_dump_of_envoy_is_bounded(
 
 
 @pytest.mark.parametrize("status", [200, 204])
-def test_a_webhooks_reply_is_not_read_to_its_end(status: int, tmp_path: Path) -> None:
-    """Its status is all that counts."""
+def test_reply_of_a_webhook_is_not_read(status: int, tmp_path: Path) -> None:
     metrics = Metrics()
     CA.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
 
@@ -127,7 +118,6 @@ def test_a_webhooks_reply_is_not_read_to_its_end(status: int, tmp_path: Path) ->
 
 
 def is_clean(text: str) -> bool:
-    """Whether every line of it is printable."""
     return all(line.isprintable() for line in text.split("\n"))
 
 
@@ -154,8 +144,7 @@ COVERAGE = {
     ],
     ids=["error", "plain error", "doctor", "json", "orders", "orders in json", "order", "canary"],
 )
-def test_a_server_cannot_control_the_terminal(answer: Answer, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever it says is shown, and escaped."""
+def test_server_cannot_control_the_terminal(answer: Answer, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with answering(answer) as url:
         run = Run(capsys, *command, "--admin", url)
 
@@ -193,7 +182,6 @@ LISTENER = {"name": EVIL, "filter_chains": [{"filters": [{"name": "hcm", "typed_
 def test_files_and_arguments_cannot_control_the_terminal(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file may have any name and hold any text, and so may what an archive puts into a folder."""
     written(tmp_path / f"{EVIL}.json", [{EVIL: EVIL, "messages": [{EVIL: 1}]}, {"id": "p", "a\nb": 1}])
     written(tmp_path / f"{EVIL}.zst", b"\x28\xb5\x2f\xfdxxxx")
     written(tmp_path / "envoy", {"static_resources": {"listeners": [LISTENER]}})

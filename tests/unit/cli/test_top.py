@@ -18,7 +18,6 @@ CALLER, SESSION = "9f2c51a07be3d418", "5a0c93e1bb7f2d64"
 
 
 def make_row(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a row
-    """A looping conversation."""
     row = {
         "caller": CALLER, "session": SESSION, "alias": None, "labels": None, "descriptors": None, "agent": None,
         "tools": ["search_the_web"], "cause": "same_arguments", "method": "POST", "path": "/v1/chat/completions",
@@ -45,7 +44,6 @@ ROWS = [
 
 
 def make_report(*rows: dict[str, Any], incidents: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
-    """The JSON of `/loops` about these rows."""
     total = {**make_row(), "conversations": len(rows), "looping": 1, "callers": 2}
     return {
         "at": AT, "replica": "a", "replicas": ["a", "b"], "problem": None,
@@ -63,8 +61,6 @@ NO_BUDGETS: dict[str, Any] = {
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
-    """Prints the lines on a terminal of this width; the server's URL is `URL` there."""
-
     def run(report: object, width: int, *flags: str, budgets: Mapping[str, Any] = NO_BUDGETS) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(width))
         with answering({"/loops": reply(report), "/budgets": reply({**NO_BUDGETS, **budgets})}) as url:
@@ -89,15 +85,12 @@ COLUMNS = [
     "policies",
     "orders",
 ]
-WIDTHS = {80: 5, 81: 5, 99: 5, 100: 6, 110: 7, 120: 8, 140: 9, 160: 10, 190: 11, 249: 11, 250: 12}
-"""The number of columns on terminals of these widths."""
+WIDTHS = {80: 5, 99: 5, 100: 6, 120: 8, 190: 11, 249: 11, 250: 12}  # width and number of columns
 WHOLE = ["$20.50", "2h12m", "steer", CALLER, "$1.2k", "<$0.01", "0s", SESSION, "same arguments", "agents, agents-canary"]
-"""The first row behind what repeats."""
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_row_wraps_or_is_wider_than_the_terminal(width: int, show: Show) -> None:
-    """Each conversation and each failing tool is one line, as is the head; wider terminals have more columns, none narrower."""
+def test_rows_fit_the_width_of_the_terminal(width: int, show: Show) -> None:
     lines = show(make_report(*ROWS, incidents=(INCIDENT,)), width)
 
     assert all(cell_len(line) <= width for line in lines)
@@ -106,8 +99,7 @@ def test_no_row_wraps_or_is_wider_than_the_terminal(width: int, show: Show) -> N
     assert [word for word in WHOLE[: WIDTHS[width] - 1] if word not in lines[4]] == []
 
 
-def test_eighty_columns_have_what_matters(show: Show) -> None:
-    """What repeats, what it costs now, since when, what is done, and who: whole where there is room."""
+def test_eighty_columns_show_the_essentials(show: Show) -> None:
     failing, first, second, third, fourth = show(make_report(*ROWS, incidents=(INCIDENT,)), 80)[3:8]
 
     assert failing.split()[-5:] == ["wait", "4321", "in", "120", "callers"]
@@ -121,7 +113,6 @@ def test_eighty_columns_have_what_matters(show: Show) -> None:
 
 
 def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a row
-    """A caller's budget."""
     row = {
         "caller": CALLER, "alias": None, "labels": None, "descriptors": None, "policy": "team", "mode": "enforce",
         "rule": "dollars", "limit": 50, "left": 4.5, "unit": "dollars", "used_percent": 91.0, "open": False,
@@ -131,8 +122,7 @@ def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of 
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_the_tightest_budgets_stand_below_the_loops(width: int, show: Show) -> None:
-    """In a line each that never wraps, with their commands."""
+def test_tightest_budgets_are_listed_below_the_loops(width: int, show: Show) -> None:
     total = {"callers": 2, "used_up": 0, "open_breakers": 1, "refused": 3}
     rows = [make_budget(), make_budget(rule="circuit_breaker", open=True, reset_seconds=None, unit=None, mode="shadow")]
     budgets = {"known": 2, "exist": True, "total": total, "budgets": rows}
@@ -146,14 +136,12 @@ def test_the_tightest_budgets_stand_below_the_loops(width: int, show: Show) -> N
     assert "loopguard grant --amount 5 --admin URL" in show(make_report(*ROWS), 80, "--commands", budgets=budgets)
 
 
-def test_budgets_without_use_are_said_or_left_out(show: Show) -> None:
-    """A line says that no caller has used any; without budgets, there is nothing."""
+def test_unused_budgets_are_one_line(show: Show) -> None:
     assert "budgets: nothing yet" in show(make_report(*ROWS), 80, budgets={"exist": True, "note": "nothing yet"})
     assert not [line for line in show(make_report(*ROWS), 80) if "budget" in line]
 
 
-def test_commands_are_whole_lines_below_what_they_are_about(show: Show) -> None:
-    """They can be copied, also where the terminal is narrow, with the servers that `top` asks."""
+def test_commands_are_whole_lines_below_their_loop(show: Show) -> None:
     lines = show(make_report(*ROWS), 60, "--commands")
 
     place = lines.index(f"# search_the_web  {CALLER}")
@@ -161,8 +149,7 @@ def test_commands_are_whole_lines_below_what_they_are_about(show: Show) -> None:
     assert [line for line in lines if line.startswith("#")][-1].endswith("  \\x1b[2J team")
 
 
-def test_a_failing_tool_and_standing_orders_have_their_commands(show: Show) -> None:
-    """A tool's are about all its callers; who gave an order, until when and why stands below what it is about."""
+def test_failing_tool_and_orders_have_their_commands(show: Show) -> None:
     stop = {"stop": "loopguard block --tool crm.find --for 30m"}
     order = {**ORDER, "reason": "incident 7\nloopguard kill --caller x"}
     report = make_report(make_row(orders=[order]), incidents=({**INCIDENT, "commands": stop},))
@@ -180,8 +167,7 @@ def test_a_failing_tool_and_standing_orders_have_their_commands(show: Show) -> N
     ]
 
 
-def test_a_block_holds_whatever_a_newer_order_allows(show: Show) -> None:
-    """That is what is shown as done now."""
+def test_block_is_shown_despite_a_newer_allow(show: Show) -> None:
     block = {**ORDER, "kind": "block", "ends": "2026-11-02T03:35:00Z"}
 
     lines = show(make_report(make_row(orders=[ORDER, block])), 80)
@@ -192,14 +178,13 @@ def test_a_block_holds_whatever_a_newer_order_allows(show: Show) -> None:
 @pytest.mark.parametrize(
     ("known", "told"), [(0, "no loop in the last hour; 2 replicas"), (1, "none of 1 loop matches")], ids=["none", "none of one"]
 )
-def test_no_table_where_there_is_nothing_to_show(known: int, told: str, show: Show) -> None:
-    """Words say which nothing it is."""
+def test_nothing_to_show_is_one_line(known: int, told: str, show: Show) -> None:
     lines = show({**make_report(), "known": known}, 80)
 
     assert (lines[0], len(lines)) == (told, 2)
 
 
-SHORT = [
+SHORT = [  # tokens and seconds, each with its short form
     (1, "1", -1, "0s"),
     (999, "999", 59, "59s"),
     (999.6, "1.0k", 60, "1m"),
@@ -209,11 +194,9 @@ SHORT = [
     (4e6, "4.0M", 86_400, "1d00h"),
     (5e12, "5T", 30 * 86_400, "30d00h"),
 ]
-"""Tokens, seconds, and how they are written."""
 
 
 def test_numbers_and_ages_are_short(show: Show) -> None:
-    """At most five and six characters."""
     at = datetime.fromisoformat(AT)
     rows = [
         make_row(cost_per_minute_usd=None, input_tokens_per_minute=tokens, first_seen=(at - timedelta(seconds=age)).isoformat())

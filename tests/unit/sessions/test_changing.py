@@ -1,4 +1,4 @@
-"""A header that changes with every request names no session; one that a conversation keeps does, whatever others send."""
+"""A header that changes with every request names no session, for the callers who send it so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ KEY = "header:x-session-id"
 
 
 def play(service: Service, names: list[str], first: int = 1, **more: str) -> list[int]:
-    """What becomes of one conversation, of which each request has another name."""
     return [status(ask(service, turns(first + number), session=name, **more)) for number, name in enumerate(names)]
 
 
@@ -23,8 +22,7 @@ def changing(number: int) -> list[str]:
     return [f"r{at}" for at in range(number)]
 
 
-def test_a_header_that_changes_with_every_request_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """From then on its conversation is known by what it shows, and that is counted and logged once, of each caller."""
+def test_header_that_changes_with_every_request_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(limited(max_steps=20))
 
     with caplog.at_level(logging.WARNING):
@@ -41,7 +39,7 @@ def test_a_header_that_changes_with_every_request_is_left_out(caplog: pytest.Log
 
 
 @pytest.mark.deep
-def test_many_conversations_with_a_name_each_stay_what_they_are() -> None:
+def test_many_named_conversations_are_not_taken_for_changing() -> None:
     service = make_service(limited(max_steps=100))
 
     for number in range(1, 7):
@@ -52,7 +50,7 @@ def test_many_conversations_with_a_name_each_stay_what_they_are() -> None:
     assert len(service.reporter.sessions.copy()) == 100
 
 
-def test_requests_without_a_history_may_have_a_name_each() -> None:
+def test_requests_without_history_may_each_have_a_name() -> None:
     service = make_service(limited(max_steps=1))
 
     found = [status(ask(service, turns(0, user=name), session=name)) for name in changing(40)]
@@ -60,7 +58,7 @@ def test_requests_without_a_history_may_have_a_name_each() -> None:
     assert found == [200] * 40
 
 
-def test_a_policy_s_own_key_is_only_told_about() -> None:
+def test_policy_key_that_changes_is_reported_and_used() -> None:
     service = make_service(limited(max_steps=1, session={"keys": [KEY]}))
 
     assert play(service, changing(30)) == [200] * 30
@@ -68,7 +66,7 @@ def test_a_policy_s_own_key_is_only_told_about() -> None:
     assert sample(service, "uncounted_total", policy="agents", reason="unnamed") == 0
 
 
-def test_the_next_key_names_the_session() -> None:
+def test_next_key_names_the_session() -> None:
     service = make_service(limited(max_steps=20))
 
     found = play(service, changing(40), x_session_affinity="s")

@@ -1,11 +1,10 @@
-"""Session limits where no header names a session: each conversation is known by what it shows, and has limits of its own."""
+"""Session limits without a session header: each conversation is recognized by its history."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -14,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.engine.orders import KILL, Target
-from extproc.policy.presets import find_preset
 from extproc.sessions.rates import Usage
-from tests.support.conversations import HABITS, ORDERS, Habit, Run, interleave, judge, make_best_of, make_few, make_runs
+from tests.support.conversations import HABITS, ORDERS, Run, interleave, judge, make_best_of, make_runs
 from tests.support.examples import examples
-from tests.support.extent import deepen
 from tests.support.orders import apply_orders, order
 from tests.support.service import make_service, sample
 from tests.support.session_limits import (
@@ -44,7 +41,6 @@ TWINS = do(1, 2, 3, 4), do("x", 2, 3, 4)
 
 
 def after(*turns: int, done: Sequence[Did] = DONE, writer: Any = as_chat, window: int = 0) -> list[bytes]:  # noqa: ANN401  # of turn_writers
-    """Requests behind so many turns, of which the client sends the newest alone where it keeps a window."""
     shown = [done[:at] for at in turns]
     return [write(each[-window:] if window else each, writer) for each in shown]
 
@@ -89,8 +85,7 @@ _PLANS = st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=8), min_s
 
 @settings(deadline=None, max_examples=examples(100))
 @given(plans=_PLANS, most=st.integers(1, 6), random=st.randoms(use_true_random=False))
-def test_runs_of_one_task_have_limits_of_their_own(plans: list[list[str]], most: int, random: Random) -> None:
-    """Eight at once, equal to the byte until they part, in any order: each has its steps, and not one more."""
+def test_equal_runs_have_separate_limits(plans: list[list[str]], most: int, random: Random) -> None:
     service = make_service(limited(max_steps=most))
     runs = [do(*plan) for plan in plans]
     left = dict.fromkeys(range(len(runs)), 0)
@@ -109,7 +104,7 @@ def test_runs_of_one_task_have_limits_of_their_own(plans: list[list[str]], most:
     assert passed == [min(most, len(run) + 1) for run in runs]
 
 
-def test_what_conversations_cost_is_counted_apart() -> None:
+def test_conversations_have_separate_costs() -> None:
     service = make_service(limited(max_cost_per_session=1e4, prices=PRICES))
 
     first, other = (ask(service, write(done[:1]), session="") for done in (DONE, OTHER))
@@ -119,7 +114,7 @@ def test_what_conversations_cost_is_counted_apart() -> None:
     assert nameless(service, [write(done[:2]) for done in (DONE, OTHER)]) == [429, 200]
 
 
-def test_the_breaker_counts_per_conversation() -> None:
+def test_breaker_counts_per_conversation() -> None:
     service = make_service(limited(max_steps=2, circuit_breaker={"consecutive_blocks": 2}))
 
     found = [told(ask(service, data, session=""))["limit"] for data in after(*range(2, 6))]
@@ -128,7 +123,7 @@ def test_the_breaker_counts_per_conversation() -> None:
     assert nameless(service, after(0, done=OTHER)) == [200]
 
 
-def test_operators_find_a_conversation_and_stop_it() -> None:
+def test_operator_can_kill_one_conversation() -> None:
     service = make_service(limited(max_steps=9))
     nameless(service, [data for done in (DONE, OTHER) for data in after(0, 1, 2, done=done)])
     found = describe(service)
@@ -143,13 +138,9 @@ def test_operators_find_a_conversation_and_stop_it() -> None:
 
 
 FORKS = 12
-CALLER = {"authorization": "k"}
-
-Writer = Callable[[Sequence[Did]], dict[str, Any]]
 
 
 def fork(steps: int, *, task: int = 0, said: str = "", result: str = "") -> list[Did]:
-    """Turns of which the last one ends in other words, or with another result."""
     done = [Did((("run", {"task": task, "step": step}),), (f"did {step}",), number=step) for step in range(1, steps + 1)]
     if not done:
         return []
@@ -157,38 +148,12 @@ def fork(steps: int, *, task: int = 0, said: str = "", result: str = "") -> list
 
 
 def write_question(words: str, ends_in: str) -> list[Did]:
-    """Turns whose last message is the user's or a result."""
     return fork(2, said=words) if ends_in == "said" else fork(2, result=words)
 
 
 def carry_on(done: Sequence[Did], way: object, steps: int) -> list[Did]:
-    """More turns, which no other fork has."""
     more = [Did((("run", {"way": str(way), "step": step}),), (f"did {step}",), number=100 + step) for step in range(steps)]
     return [*done, *more]
-
-
-@pytest.mark.parametrize("seen", [False, True], ids=["history unknown", "history known"])
-@pytest.mark.parametrize("writer", WRITERS)
-def test_forks_pass_under_the_preset(writer: Writer, seen: bool) -> None:  # a parameter
-    """Twelve of each history, at once, and each goes on for as many steps as are left."""
-    policy = json.loads(Path(find_preset("sessions")).read_text())
-    service = make_service(policy)
-    most, random = policy["spec"]["session_limits"]["max_steps"], Random(1)
-
-    for depth in range(1, 6):
-        for step in range(1, depth if seen else 0):
-            assert nameless(service, [(write(fork(step, task=depth), writer), CALLER)]) == [200]
-        forks = [fork(depth, task=depth, said=f"Try way {way}.") for way in range(FORKS)]
-        left = dict.fromkeys(range(FORKS), most - depth)
-        while left:
-            way = random.choice(list(left))
-            left[way] -= 1
-            shown = carry_on(forks[way], f"{depth}.{way}", most - depth - 1 - left[way])
-            assert nameless(service, [(write(shown, writer), CALLER)]) == [200]
-            if not left[way]:
-                del left[way]
-
-    assert sample(service, "session_unnamed_total", policy="sessions", mode="enforce") == 0
 
 
 ASIDE = [{**as_chat(fork(step, said="Sum up.")), "model": "small"} for step in range(1, 4)]
@@ -206,11 +171,14 @@ FORKED: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         )
         for ends_in in ("said", "result")
     },
-    "each fork has its own, of which its history is the first": (
-        {"max_steps": 5},
-        [write(carry_on(fork(2, said=f"Way {way}."), way, step)) for way in range(FORKS) for step in range(4)],
-        [200, 200, 200, 429] * FORKS,
-    ),
+    **{
+        f"each fork has its own limit, which its history uses, {writer.__name__}": (
+            {"max_steps": 5},
+            [write(carry_on(fork(2, said=f"Way {way}."), way, step), writer) for way in range(FORKS) for step in range(4)],
+            [200, 200, 200, 429] * FORKS,
+        )
+        for writer in WRITERS
+    },
     **{
         f"a fork that is sent again is a retry, {name}": (
             {"max_steps": 4},
@@ -237,7 +205,9 @@ FORKED: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
 
 
 @pytest.mark.parametrize(("limits", "requests", "expected"), (SHOWN | FORKED).values(), ids=SHOWN | FORKED)
-def test_a_conversation_has_limits_of_its_own(limits: dict[str, Any], requests: Sequence[Request], expected: list[int]) -> None:
+def test_unnamed_conversations_have_separate_limits(
+    limits: dict[str, Any], requests: Sequence[Request], expected: list[int]
+) -> None:
     service = make_service(limited(**limits))
 
     assert nameless(service, requests) == expected
@@ -268,8 +238,7 @@ def list_wrong(runs: list[Run], order: str, random: Random, limit: str) -> list[
 @pytest.mark.deep
 @pytest.mark.parametrize("limit", ["max_steps", "max_tool_calls"])
 @pytest.mark.parametrize("habit", ["whole", "whole, retries", "newest 2 results kept", "last 5 turns, no opening, retries"])
-def test_limits_are_exact(habit: str, limit: str) -> None:
-    """Of eight conversations side by side, of one task and of others."""
+def test_limits_of_interleaved_conversations_are_exact(habit: str, limit: str) -> None:
     silent = [] if HABITS[habit].turns else ["gemini", "ollama"]  # windows of agents that say nothing are all alike in a loop
     for number, api in enumerate(["chat", "responses", "anthropic", "bedrock", *silent]):
         random = Random(f"{habit}{api}")
@@ -277,19 +246,8 @@ def test_limits_are_exact(habit: str, limit: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", deepen([make_best_of, make_few], make_few))
-@pytest.mark.parametrize("habit", ["whole", "ids anew, thoughts cut", "newest 2 results kept"])
-def test_limits_of_equal_runs_are_exact(habit: str, make: Callable[[int, str, Habit, Random], list[Run]]) -> None:
-    """Four runs of one task whose messages are equal to the byte for a while, or again and again."""
-    for seed in range(12):
-        random = Random(seed)
-        assert list_wrong(make(4, "chat", HABITS[habit], random), ORDERS[seed % 3], random, "max_steps") == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("habit", ["2 kept, retries, ids anew, cut", pytest.param("whole, retries", marks=pytest.mark.deep)])
 def test_retries_of_equal_runs_are_no_steps(habit: str) -> None:
-    """Although one that is sent again may take the name of another run, from which nothing tells it: one in thousands is."""
     wrong = []
     for seed in range(12):
         random = Random(seed)

@@ -1,10 +1,9 @@
-"""The calls that histories show: each is known again by its digest, whatever becomes of the rest of its history."""
+"""The calls that a history shows: a call keeps its digest when the rest of the history changes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -18,7 +17,7 @@ from extproc.request.document import Document, NotCounted
 from extproc.sessions.history import RECORD, CallHistory, read_tool_calls
 from tests.support.examples import examples
 from tests.support.memory import forget, list_memos
-from tests.support.model_requests import BODIES, HOSTILE, REQUESTS, spelled
+from tests.support.model_requests import BODIES, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
 
 _WITH_IDS = ("anthropic", "bedrock", "chat", "responses")
@@ -32,12 +31,12 @@ every_shape_with_ids = pytest.mark.parametrize("shape", _WITH_IDS)
 
 
 def number(turns: Sequence[Sequence[tuple[str, dict[str, Any]]]], *, repeat: bool = False) -> list[Did]:
-    """Turns of calls, tools and their arguments, that have ids of their own, or the same ones in every turn."""
+    """Turns of these calls, whose ids are unique, or with `repeat` the same in every turn."""
     return [Did(tuple(calls), ("seen",) * len(calls), number=1 if repeat else at) for at, calls in enumerate(turns, 1)]
 
 
 def split(records: bytes) -> list[bytes]:
-    """Records, one by one, without the number of steps since the one before."""
+    """The records without their last byte, the number of steps since the previous record."""
     return [records[start : start + RECORD - 1] for start in range(0, len(records), RECORD)]
 
 
@@ -46,17 +45,12 @@ def read_calls(value: object) -> CallHistory:
 
 
 def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
-    """The records of a history as an API has it."""
     return split(read_calls(SHAPES[shape](turns)).records)
 
 
 @every_shape
 @given(_TURNS, st.booleans())
 def test_every_call_has_a_record(shape: str, turns: list[Any], repeat: bool) -> None:
-    """Calls of one turn and of several are told apart by their ids, also by ids that repeat; those without ids are not.
-
-    A history is summed up by the sum of what is called in it, in any order, and by the number of calls in its last turn.
-    """
     found = read_calls(SHAPES[shape](number(turns, repeat=repeat)))
 
     records = split(found.records)
@@ -66,8 +60,7 @@ def test_every_call_has_a_record(shape: str, turns: list[Any], repeat: bool) -> 
     assert found.newest == (len(turns[-1]) if turns else 0)
 
 
-def test_records_tell_steps_apart() -> None:
-    """Each has the number of steps since the one before it: none for calls of one answer, and answers without calls count."""
+def test_records_count_steps_since_the_previous_call() -> None:
     value = SHAPES["chat"](number([[("read", {})], [("read", {}), ("pay", {})], [("pay", {})]]))
     value["messages"][1:1] = [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Go on."}]
     records = read_calls(value).records
@@ -75,7 +68,7 @@ def test_records_tell_steps_apart() -> None:
     assert list(records[RECORD - 1 :: RECORD]) == [2, 1, 0, 1]
 
 
-def test_a_turn_without_calls_may_be_the_last() -> None:
+def test_turn_without_calls_may_be_the_last() -> None:
     value = SHAPES["chat"](number([[("read", {})], [("read", {}), ("pay", {})]]))
     said = [{"role": "assistant", "content": "done"}, {"role": "user", "content": "go on"}]
 
@@ -84,7 +77,9 @@ def test_a_turn_without_calls_may_be_the_last() -> None:
 
 @every_shape
 @given(_TURNS, _TURNS, st.booleans(), st.data())
-def test_what_was_known_stays_known(shape: str, turns: list[Any], more: list[Any], repeat: bool, data: st.DataObject) -> None:
+def test_records_stay_when_history_grows_or_shrinks(
+    shape: str, turns: list[Any], more: list[Any], repeat: bool, data: st.DataObject
+) -> None:
     whole = number([*turns, *more], repeat=repeat)
     left = [turn for turn in whole if data.draw(st.booleans())]
 
@@ -94,35 +89,28 @@ def test_what_was_known_stays_known(shape: str, turns: list[Any], more: list[Any
 
 @every_shape_with_ids
 @given(_TURNS, _TURNS)
-def test_with_ids_each_call_is_found_again(shape: str, gone: list[Any], left: list[Any]) -> None:
-    """Equal calls are not mistaken for one another, even if older ones are gone: new calls are counted exactly."""
+def test_calls_with_ids_are_recognized_in_shortened_histories(shape: str, gone: list[Any], left: list[Any]) -> None:
     whole = number([*gone, *left])
 
     assert read(shape, whole[len(gone) :]) == read(shape, whole)[sum(map(len, gone)) :]
 
 
-@pytest.mark.parametrize("shape", ["gemini", "ollama"])
-def test_without_ids_equal_calls_have_equal_records(shape: str) -> None:
-    assert len(set(read(shape, number([[("poll", {})], [("pay", {})], [("poll", {})]])))) == 2
-
-
 @settings(max_examples=examples(20))
 @given(st.lists(st.lists(_CALLS, min_size=1, max_size=2), max_size=2), st.data())
-def test_another_spelling_changes_nothing(turns: list[Any], data: st.DataObject) -> None:
+def test_spelling_of_json_does_not_change_records(turns: list[Any], data: st.DataObject) -> None:
     value = SHAPES["anthropic"](number(turns))
 
     assert split(read_calls(spelled(data.draw, value).encode()).records) == read("anthropic", number(turns))
 
 
 @given(_TURNS)
-def test_every_api_shows_the_same_calls(turns: list[Any]) -> None:
+def test_every_api_gives_the_same_records(turns: list[Any]) -> None:
     found = {shape: [record[6:] for record in read(shape, number(turns))] for shape in SHAPES}
 
     assert list(found.values()) == [found["chat"]] * len(SHAPES)
 
 
-def test_tools_are_listed_as_they_were_first_called() -> None:
-    """Each with the digest that its records have; a long name is cut to be shown, and not to be told apart."""
+def test_tools_are_listed_in_order_of_first_call() -> None:
     long = "a" * 65
     turns = number([[(long, {})], [(long[:-1], {})], [("b", {}), (long, {})]])
     found = read_calls(SHAPES["chat"](turns))
@@ -132,7 +120,7 @@ def test_tools_are_listed_as_they_were_first_called() -> None:
     assert found.model == "m"
 
 
-def test_two_calls_are_alike_by_tool_and_arguments() -> None:
+def test_calls_are_equal_by_tool_and_arguments() -> None:
     turns = number([[("f", {"a": 1, "b": 2})], [("f", {"b": 2, "a": 1.0})], [("f", {"a": 1})], [("g", {"a": 1, "b": 2})]])
 
     one, same, other, another = [record[10:] for record in read("chat", turns)]
@@ -152,7 +140,7 @@ def test_two_calls_are_alike_by_tool_and_arguments() -> None:
         ("completions_prompt", []),
     ],
 )
-def test_calls_of_every_kind_are_found(name: str, tools: list[str]) -> None:
+def test_every_kind_of_call_is_found(name: str, tools: list[str]) -> None:
     assert [tool for _, tool in read_calls(BODIES[name]).tools] == tools
 
 
@@ -160,8 +148,7 @@ def _read_items(*items: dict[str, Any], **more: object) -> list[bytes]:
     return split(read_calls({"model": "m", "input": items, **more}).records)
 
 
-def test_what_the_server_itself_has_run_is_a_call() -> None:
-    """It is identified by its item's own id, as no result refers to it."""
+def test_calls_run_by_the_server_are_found() -> None:
     searches = [{"type": "web_search_call", "id": f"ws_{at}", "action": {"query": "a"}} for at in range(2)]
     tool = {"type": "mcp_call", "id": "mcp_1", "name": "ask", "arguments": "{}", "output": "yes"}
 
@@ -172,8 +159,7 @@ def test_what_the_server_itself_has_run_is_a_call() -> None:
     assert [record[6:10] for record in whole] == [digest_tool(name) for name in ("web_search", "web_search", "ask")]
 
 
-def test_where_the_server_keeps_the_history_results_stand_for_calls() -> None:
-    """Each counts once, is the call of no tool that is known, and equals no other; elsewhere a result is none."""
+def test_results_count_as_calls_of_a_stored_history() -> None:
     results = [{"type": "function_call_output", "call_id": f"c{at}", "output": "same"} for at in range(3)]
     call = {"type": "function_call", "call_id": "c9", "name": "f", "arguments": "{}"}
     shown = [call, {"type": "function_call_output", "call_id": "c9", "output": "same"}]
@@ -200,7 +186,7 @@ SPELLINGS = count()
 
 
 def look_afresh(body: bytes) -> list[object]:
-    """The same of a body that was never spelled so, of which nothing is known."""
+    """The same for a spelling that was never seen, so that no memo helps."""
     space = f"{next(SPELLINGS):b}".replace("0", " ").replace("1", "\t")
     return look(json.dumps(json.loads(body), separators=(f",{space}", f":{space}")).encode())
 
@@ -208,8 +194,7 @@ def look_afresh(body: bytes) -> list[object]:
 @pytest.mark.slow
 @every_shape
 @given(_TURNS, st.data())
-def test_histories_are_known_by_all_that_they_show(shape: str, turns: list[Any], data: st.DataObject) -> None:
-    """Requests that go on from others, come again, or change what others showed before, show what each shows alone."""
+def test_remembered_histories_give_what_fresh_ones_give(shape: str, turns: list[Any], data: st.DataObject) -> None:
     done = number(turns)
     changed = data.draw(st.lists(st.integers(0, max(len(turns) - 1, 0)), max_size=3))
     bodies = [SHAPES[shape](done[:count]) for count in range(len(done) + 1)]
@@ -235,7 +220,7 @@ def _shows_something(body: bytes) -> bool:
 @pytest.mark.parametrize(
     ("count", "arguments"), [(3_000, [{}, {}]), (20, [{"a": [1.5] * 300}])], ids=["too many calls", "too many numbers"]
 )
-def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> None:
+def test_history_beyond_the_limit_is_refused_every_time(count: int, arguments: list[Any]) -> None:
     calls = [{"id": f"{at}", "function": {"name": "f", "arguments": given}} for at, given in enumerate(arguments)]
     message = {"role": "assistant", "tool_calls": calls}
     whole, half = (json.dumps({"messages": [message] * most}).encode() for most in (count, count // 2))
@@ -246,24 +231,8 @@ def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> No
             read_calls(whole)
 
 
-def is_remembered(tool: str, count: int) -> bool:
-    """Whether what one message with so many calls shows is remembered."""
-    calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
-    document = Document(json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode())
-
-    for _ in range(2):
-        assert len(read_tool_calls(document).records) == count * RECORD
-    return open_conversation(document).find_facts(0).spoken is not None
-
-
-def test_neither_many_calls_nor_long_names_are_remembered() -> None:
-    assert is_remembered("f", 8)
-    assert not is_remembered("f", 9)
-    assert not is_remembered("f" * 257, 1)
-
-
 @pytest.mark.slow
-def test_known_histories_are_bounded_in_bytes() -> None:
+def test_memory_of_histories_is_bounded() -> None:
     forget()
     for at in range(100):
         for messages, length in ((1_500, 9), (2, 200_000)):
@@ -274,25 +243,14 @@ def test_known_histories_are_bounded_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])
-def test_a_history_of_many_arguments_is_read(arguments: object) -> None:
+def test_megabytes_of_arguments_are_read(arguments: object) -> None:
     calls = [{"id": f"{at}", "function": {"name": "f", "arguments": arguments}} for at in range(4)]
 
     assert len(read_calls({"messages": [{"role": "assistant", "tool_calls": calls}]}).records) == 4 * RECORD
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bodies_show_calls_or_none(name: str) -> None:
-    try:
-        found = read_calls(HOSTILE[name][0]())
-    except NotCounted:
-        return
-
-    assert len(found.records) % RECORD == 0
-
-
 @given(REQUESTS)
-def test_nearly_right_bodies_are_read_or_not_counted(value: dict[str, Any]) -> None:
-    """With anything in any place, every record with an id is one of its own, and shows a tool that is listed or has no name."""
+def test_malformed_bodies_are_read_or_not_counted(value: dict[str, Any]) -> None:
     try:
         found = read_calls(value)
     except NotCounted:
@@ -304,19 +262,7 @@ def test_nearly_right_bodies_are_read_or_not_counted(value: dict[str, Any]) -> N
     assert {record[6:10] for record in records} <= {digest for digest, _ in found.tools} | {digest_tool("")}
 
 
-@pytest.mark.parametrize(("calls", "refused"), [(2, False), (3, True)])
-def test_bounds_hold_for_messages_that_are_known(calls: int, refused: bool) -> None:
-    given = {"n": [number + 0.5 for number in range(2_000)]}
-    body = json.dumps(SHAPES["chat"](number([[("read", {**given, "at": [calls, at]})] for at in range(calls)]))).encode()
-
-    for _ in range(2):
-        found = open_conversation(Document(body))
-        assert (find_place(found, prefilled=False) is None) is refused
-        with pytest.raises(NotCounted, match="inspect_limit") if refused else nullcontext():
-            read_calls(body)
-
-
-def test_no_call_is_hidden_by_what_the_user_says_first() -> None:
+def test_long_first_message_hides_no_call() -> None:
     value = SHAPES["chat"](number([[("read", {})]]))
     value["messages"].insert(0, {"role": "user", "content": [{"type": "text", "text": "x"}] * 5_001})
 
@@ -347,13 +293,13 @@ def test_no_call_is_hidden_by_what_the_user_says_first() -> None:
         ({"n": 1}, 0),
     ],
 )
-def test_a_request_says_how_long_its_answer_may_be(more: dict[str, Any], expected: int) -> None:
+def test_maximum_length_of_the_answer_is_read(more: dict[str, Any], expected: int) -> None:
     history = read_calls({**SHAPES["chat"]([ONCE]), **more})
 
     assert (history.answer, len(history.records)) == (expected, RECORD)
 
 
-def test_nesting_in_options_hides_no_calls() -> None:
+def test_nested_options_hide_no_calls() -> None:
     deep = b"[" * 900 + b"]" * 900
     body = json.dumps(SHAPES["chat"]([ONCE])).encode()[:-1] + b',"options":' + deep + b"}"
 

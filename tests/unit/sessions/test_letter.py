@@ -1,16 +1,14 @@
-"""Session limits as their source states them, statement by statement; each case and test says one in our own words."""
+"""Session limits as their specification states them; the numbers of cases are those of its statements."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from time import time
 from typing import Any
 
 import pytest
 
-from extproc.cli.main import main
 from extproc.engine.orders import Overrides
 from extproc.ext_proc.service import Service
 from extproc.operator.events import SessionEvents
@@ -27,21 +25,6 @@ Calls = Sequence[tuple[str, int]]
 """The calls of one answer: tools, each with a number as its argument."""
 
 PHASES = ("search", "collect", "scan")
-GENERAL = {
-    "max_steps": 20,
-    "max_tool_calls": 50,
-    "max_cost_per_session": 5.0,
-    "loop_detection": {"window": 5, "threshold": 3},
-    "circuit_breaker": {"consecutive_blocks": 5, "consecutive_errors": 3},
-}
-HIGH_RISK = {
-    "max_steps": 10,
-    "max_tool_calls": 15,
-    "max_cost_per_session": 1.0,
-    "max_calls_per_tool": {"process_payment": 1, "delete_resource": 1},
-    "loop_detection": {"window": 3, "threshold": 2},
-    "circuit_breaker": {"consecutive_blocks": 3, "consecutive_errors": 2},
-}
 
 
 def declare(*tools: str) -> list[dict[str, Any]]:
@@ -49,7 +32,6 @@ def declare(*tools: str) -> list[dict[str, Any]]:
 
 
 def show(steps: Sequence[Calls], *tools: str) -> bytes:
-    """A chat whose history shows these steps, and which offers these tools."""
     done = [
         Did(tuple((tool, {"n": number}) for tool, number in calls), ("ok",) * len(calls), number=at)
         for at, calls in enumerate(steps, 1)
@@ -58,7 +40,7 @@ def show(steps: Sequence[Calls], *tools: str) -> bytes:
 
 
 def list_offered(answer: ProcessingResponse) -> list[str]:
-    """The tools that an edited request still offers, sorted; none if it may call none."""
+    """The tools that an edited request still offers, sorted; none if it forbids calls."""
     body = changed(answer)
     return [] if body.get("tool_choice") == "none" else sorted(tool["function"]["name"] for tool in body.get("tools", []))
 
@@ -117,7 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[bytes], int, tuple[str, int, int
 
 
 @pytest.mark.parametrize(("limits", "bodies", "passed", "refused"), CASES.values(), ids=CASES)
-def test_requests_pass_up_to_a_limit(
+def test_requests_pass_up_to_the_limit(
     limits: dict[str, Any], bodies: Sequence[bytes], passed: int, refused: tuple[str, int, int] | None
 ) -> None:
     service = make_service(limited(**limits))
@@ -128,11 +110,7 @@ def test_requests_pass_up_to_a_limit(
     assert refused is None or limit_of(answers[-1]) == refused
 
 
-def test_narrow_leaves_exactly_the_tools_that_have_calls_of_their_own_left() -> None:
-    """3: from the cap on, `narrow` offers the tools of `max_calls_per_tool` with calls left, no other, and at last blocks.
-
-    With 15 calls, 3 of collect and 2 of scan, a session ends at 15 + 3 + 2.
-    """
+def test_narrow_offers_only_tools_with_calls_left() -> None:
     limits: dict[str, Any] = {
         "max_calls_per_tool": {"collect": 3, "scan": 2},
         "max_tool_calls": 15,
@@ -173,8 +151,7 @@ USED_UP: list[Calls] = [[("collect", 1), ("collect", 2), ("scan", 1)], *([("sear
         (OWN, [USED_UP, [*USED_UP, [("scan", 2)]]], [["search"], ("max_calls_per_tool", 2, 1)]),
     ],
 )
-def test_a_tool_has_a_count_of_its_own(limits: dict[str, Any], sent: list[list[Calls]], found: list[object]) -> None:
-    """3 and 4: each alone; the tools of later phases, never called, can still be called, and one not named has no limit."""
+def test_each_tool_has_its_own_count(limits: dict[str, Any], sent: list[list[Calls]], found: list[object]) -> None:
     service = make_service(limited(**limits))
 
     answers = [ask(service, show(steps)) for steps in sent]
@@ -182,17 +159,7 @@ def test_a_tool_has_a_count_of_its_own(limits: dict[str, Any], sent: list[list[C
     assert [list_offered(answer) if status(answer) == 200 else limit_of(answer) for answer in answers] == found
 
 
-@pytest.mark.parametrize(("most", "used", "held"), [(1, 0, True), (2, 0, False), (9, 7, False), (9, 8, True), (9, 9, False)])
-def test_one_answer_cannot_pass_a_tool_s_limit(most: int, used: int, held: bool) -> None:
-    """4, ours: while two calls of an offered tool at once are too many, an answer may hold one call only."""
-    service = make_service(limited(max_calls_per_tool={"scan": most}))
-    steps: list[Calls] = [[("scan", at)] for at in range(used)]
-
-    assert changed(ask(service, show(steps))).get("parallel_tool_calls") is (False if held else None)
-    assert not changed(ask(service, show(steps, "search"), session="without that tool"))
-
-
-def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
+def test_anthropic_answer_is_limited_to_one_call() -> None:
     service = make_service(limited(max_calls_per_tool={"scan": 1}))
     sent = {**as_anthropic([]), "tools": [{"name": "scan", "input_schema": {"type": "object"}}]}
     held = {"type": "auto", "disable_parallel_tool_use": True}
@@ -211,8 +178,7 @@ def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
     ],
     ids=["held to one call", "asked for its usage"],
 )
-def test_a_body_that_can_be_read_in_two_ways_is_not_edited(limits: dict[str, Any], twice: bytes) -> None:
-    """4 and 5, ours: nothing has to be taken from it, so it goes on; a metric tells that its answer is not held to one call."""
+def test_ambiguous_body_passes_unedited(limits: dict[str, Any], twice: bytes) -> None:
     service = make_service(limited(**limits))
 
     answer = ask(service, twice)
@@ -224,8 +190,7 @@ def test_a_body_that_can_be_read_in_two_ways_is_not_edited(limits: dict[str, Any
 PRICES = {"*": {"input": 10, "output": 50}}
 
 
-def test_the_call_that_passes_the_cost_has_run() -> None:
-    """5: dollars of the tokens that are reported, also of failed and repeated calls; the call behind the limit is refused."""
+def test_request_after_the_cost_limit_is_refused() -> None:
     service = make_service(limited(max_cost_per_session=1.0, prices=PRICES))
     sent = show([])
 
@@ -248,8 +213,7 @@ def test_the_call_that_passes_the_cost_has_run() -> None:
     ],
     ids=["size", "max_tokens", "max_completion_tokens", "cheaper average", "dearer average"],
 )
-def test_requests_at_once_do_not_all_run_on_the_last_dollar(asked: dict[str, Any], known: list[Usage], passed: int) -> None:
-    """5, ours: each of twelve requests reserves the session's average, or else what `max_tokens` would cost, or its size."""
+def test_concurrent_requests_reserve_their_cost(asked: dict[str, Any], known: list[Usage], passed: int) -> None:
     service = make_service(limited(max_cost_per_session=1.0, prices=PRICES))
     for number, usage in enumerate(known):
         settle(service, ask(service, show([], str(number))), usage)
@@ -273,7 +237,7 @@ def test_requests_at_once_do_not_all_run_on_the_last_dollar(asked: dict[str, Any
         ({"stream": True}, "/v1/responses", None),
     ],
 )
-def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, asked: Any) -> None:  # noqa: ANN401  # JSON
+def test_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, asked: Any) -> None:  # noqa: ANN401  # JSON
     sent = {**json.loads(show([])), **options}
     data = json.dumps(sent).encode()
     given: list[tuple[Any, dict[str, Any]]] = [(asked, {"usage": "request"}), (None, {})]
@@ -286,7 +250,7 @@ def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, ask
         assert metadata_of(answer)["sessions"]
 
 
-def test_a_request_that_only_waits_for_others_may_be_sent_again() -> None:
+def test_request_refused_by_reservations_may_be_retried() -> None:
     limits: dict[str, Any] = {"max_cost_per_session": 1.0, "prices": PRICES, "circuit_breaker": {"consecutive_blocks": 2}}
     service = make_service(limited(**limits, reject_status=402))
     dear = json.loads(show([])) | {"max_tokens": 30_000}
@@ -303,8 +267,7 @@ def test_a_request_that_only_waits_for_others_may_be_sent_again() -> None:
 
 
 @pytest.mark.parametrize(("fails", "killed"), [((200, 500, 500), True), ((500, 200, 500), False)], ids=["in a row", "reset"])
-def test_errors_in_a_row_kill(fails: Sequence[int], killed: bool) -> None:
-    """7: each success begins the row anew, and all that follows is refused as killed."""
+def test_consecutive_errors_kill_the_session(fails: Sequence[int], killed: bool) -> None:
     service = make_service(limited(circuit_breaker={"consecutive_errors": 2}))
     for number, each in enumerate(fails):
         settle(service, ask(service, turns(number)), Usage(0, 0), each)
@@ -315,8 +278,7 @@ def test_errors_in_a_row_kill(fails: Sequence[int], killed: bool) -> None:
     assert not killed or {told(answer)["limit"] for answer in answers} == {"killed"}
 
 
-def test_refusals_in_a_row_kill() -> None:
-    """7: a request that is let through begins the row anew."""
+def test_consecutive_refusals_kill_the_session() -> None:
     service = make_service(limited(max_steps=1, circuit_breaker={"consecutive_blocks": 2}))
 
     answers = [ask(service, turns(number)) for number in (0, 1, 0, 1, 2, 0)]  # the first one sent again is a retry
@@ -325,28 +287,7 @@ def test_refusals_in_a_row_kill() -> None:
     assert limits == ["", "max_steps", "", "max_steps", "max_steps", "killed"]
 
 
-@pytest.mark.parametrize(
-    ("limits", "code"),
-    [
-        *(({"max_tool_calls": 3, **wrong}, 1) for wrong in ({"max_steps": 0}, {"max_stepps": 3})),
-        *(({"max_tool_calls": 3, **wrong}, 1) for wrong in ({"max_tool_calls_mode": "shrink"}, {"max_cost_per_session": "x"})),
-        (GENERAL, 0),
-        (HIGH_RISK, 0),
-    ],
-)
-def test_limits_load_as_they_stand_or_are_errors(
-    limits: dict[str, Any], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """10 and 11: a limit that cannot be enforced is not ignored; to the recommended values nothing has to be added."""
-    file = tmp_path / "policy.json"
-    file.write_text(json.dumps(limited(**limits)))
-
-    assert main(["validate", str(file)]) == code
-    assert code or "price" not in capsys.readouterr().err
-
-
-def test_limits_are_checked_in_their_order() -> None:
-    """8: killed, steps, tool calls, cost; then per tool, then loop: with all of them met, the first one is named."""
+def test_first_of_several_exceeded_limits_is_named() -> None:
     breaker = {"consecutive_blocks": 1}
     prices = {"prices": {"*": {"input": 1e6, "output": 1e6}}}
     met: list[tuple[str, dict[str, Any]]] = [
@@ -366,8 +307,7 @@ def test_limits_are_checked_in_their_order() -> None:
         assert told(ask(service, b'{"messages":[]}'))["limit"] == "killed"
 
 
-def test_the_state_of_a_session_can_be_read_while_it_runs() -> None:
-    """9: steps, tool calls, cost, calls by tool, refusals, refusals in a row, and what has killed it."""
+def test_report_shows_the_state_of_a_session() -> None:
     service = make_service(limited(max_steps=2, prices=PRICES, circuit_breaker={"consecutive_blocks": 2}))
     for number, steps in enumerate([[], [[("scan", 1), ("search", 1)]], [[("scan", 2)]], [[("scan", 3)]]]):
         answer = ask(service, show(steps))
@@ -387,7 +327,7 @@ def test_the_state_of_a_session_can_be_read_while_it_runs() -> None:
     ]  # fmt: skip
 
 
-def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
+def test_report_shows_tools_and_errors_of_each_step() -> None:
     service = make_service(limited(max_steps=9))
     did = Did((("scan", {"n": 1}), ("search", {"n": 1})), ("Error: no such host", "3 found"), number=1)
     for sent in (as_chat([did]), as_chat([did, did._replace(number=2, results=("ok", "ok"))])):
@@ -404,7 +344,6 @@ def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
 
 
 def order(service: Service, **grant: Any) -> None:  # noqa: ANN401  # of an order
-    """Give an order, as it comes back from the store."""
     given = parse_order({"kind": "grant", "key": "k", **grant}, "ann", time(), service.engine.plans)
     service.overrides = Overrides([read_override(given.name, write_override(given))])
 
@@ -415,8 +354,7 @@ def find_event(service: Service) -> dict[str, Any]:
     return dict(emitted[-1][2])
 
 
-def test_a_tool_with_no_calls_needs_a_person() -> None:
-    """Ours: the default of `refund: 0` is no; a grant of one call to this session shows the tool until it is called."""
+def test_tool_with_limit_zero_needs_a_grant() -> None:
     service = make_service(limited(max_calls_per_tool={"refund": 0}))
     tools = ("search", "refund")
     name = {"session": {"header:x-session-id": "s"}, "caller": {"x-team": "t"}}
@@ -428,7 +366,7 @@ def test_a_tool_with_no_calls_needs_a_person() -> None:
     assert list_offered(ask(service, show([[("search", 1)], [("refund", 1)]], *tools))) == ["search"]
 
 
-def test_the_refusal_and_the_event_say_what_asks_and_how_to_grant_it() -> None:
+def test_refusal_and_event_have_the_grant_command() -> None:
     service = make_service(limited(max_calls_per_tool={"refund": 0}))
     steps: list[Calls] = [[("refund", 1), ("refund", 2)]]
 
@@ -451,7 +389,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 @pytest.mark.parametrize(
     ("most", "batches", "other", "held"),
     [
-        *((most, [], 0, False) for most in range(2, 9)),  # a first request may be answered in parallel
+        (2, [], 0, False),  # a first request may be answered in parallel
         (1, [], 0, True),  # a tool with one call left is called alone
         (5, [1, 1, 1, 1], 0, True),
         (5, [1, 1, 1], 0, False),
@@ -462,7 +400,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
         (6, [1, 1, 1, 1], 7, False),  # calls of other tools, or of several answers, make no batch
     ],
 )
-def test_a_request_is_held_to_one_call_by_the_largest_batch(most: int, batches: list[int], other: int, held: bool) -> None:
+def test_answer_is_limited_to_one_call_by_largest_batch(most: int, batches: list[int], other: int, held: bool) -> None:
     service = make_service(limited(max_calls_per_tool={"scan": most}))
     done = []
     for number, size in enumerate(batches, 1):
@@ -474,3 +412,5 @@ def test_a_request_is_held_to_one_call_by_the_largest_batch(most: int, batches: 
 
     assert (edited.get("parallel_tool_calls") is False) is held
     assert len(edited.get("tools", TOOLS)) == len(TOOLS)
+    other_tools = json.dumps({**as_chat(done), "tools": TOOLS[1:]}).encode()
+    assert not changed(ask(service, other_tools, session="which does not offer the tool"))

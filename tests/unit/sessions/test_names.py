@@ -1,4 +1,4 @@
-"""What real programs send about their conversation, without a key in any policy: headers and bodies as theirs, made up."""
+"""The names of conversations that real programs send, for policies without keys; all values are invented."""
 
 from __future__ import annotations
 
@@ -50,14 +50,13 @@ OPENCODE = {"x_session_id": "ses_child", "x_session_affinity": "ses_child", "x_p
     ],
     ids=["claude", "claude's agent", "codex", "opencode's agent", "opencode", "affinity", "vendor", "vendors", "gateway"],
 )
-def test_a_conversation_is_told_from_the_one_that_started_it(sent: dict[str, str], conversation: str, root: str) -> None:
-    """Turns are an agent's own; limits count for all that one has started."""
+def test_headers_name_the_conversation_and_its_root(sent: dict[str, str], conversation: str, root: str) -> None:
     assert name(CONVERSATION, **sent) == hash_session(*conversation.split("="))
     assert name(BUDGET, **sent) == hash_session(*root.split("="))
 
 
 @pytest.mark.parametrize("header", ["x_parent_session_id", "x__session_id", "x_session_id_hint"])
-def test_a_parent_s_name_is_no_vendor_s(header: str) -> None:
+def test_header_of_a_parent_names_no_conversation(header: str) -> None:
     assert name(CONVERSATION, **{header: "s"}) == ""
 
 
@@ -75,13 +74,12 @@ def test_a_parent_s_name_is_no_vendor_s(header: str) -> None:
         ({"metadata": {"user_id": "{odd"}}, "body:/metadata/user_id", "{odd"),
     ],
 )
-def test_a_body_names_a_conversation_where_no_header_does(body: dict[str, Any], key: str, value: str) -> None:
-    """Of a user's id only the part counts that names a session, where there is one."""
+def test_body_names_a_conversation_without_a_header(body: dict[str, Any], key: str, value: str) -> None:
     assert name(CONVERSATION, body) == name(BUDGET, body) == hash_session(key, value)
     assert name(CONVERSATION, body, x_session_id="h") == hash_session("header:x-session-id", "h")
 
 
-def test_a_policy_s_own_keys_are_read_as_they_stand() -> None:
+def test_keys_of_a_policy_are_used_unchanged() -> None:
     own = SessionNames(["body:/metadata/user_id", "header:x-parent-session-id"])
     whole = '{"session_id":"s"}'
 
@@ -89,14 +87,14 @@ def test_a_policy_s_own_keys_are_read_as_they_stand() -> None:
     assert name(own, x_parent_session_id="p") == hash_session("header:x-parent-session-id", "p")
 
 
-def test_a_policy_may_ask_for_any_vendor_s_header() -> None:
+def test_policy_key_may_match_any_vendor() -> None:
     keys = ["header:x-run", "header:x-*-session-id"]
 
     assert check(spec(session={"keys": keys}, session_limits={"max_steps": 3})).sources[0].policies[0].spec.session is not None
     assert "header:<name>" in str(refused(spec(session={"keys": ["header:x-*-id"]}, session_limits={"max_steps": 3}))[0])
 
 
-def test_a_record_has_the_headers_that_name_a_session() -> None:
+def test_record_has_the_headers_that_name_sessions() -> None:
     service = make_service(agents(), record=True)
 
     answer = sessions_ask(service, turn(1), x_acme_session_id="s", x_parent_session_id="p")[0]

@@ -1,4 +1,4 @@
-"""What calls of models cost, to the nano-dollar."""
+"""The cost of model calls, in nano-dollars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DOLLARS = st.decimals(0, 1_000, places=9)
 
 
 @given(st.tuples(_DOLLARS, _DOLLARS, _DOLLARS, _DOLLARS), st.tuples(_TOKENS, _TOKENS, _TOKENS, _TOKENS))
-def test_costs_are_those_of_exact_arithmetic(dollars: tuple[Decimal, ...], tokens: tuple[int, ...]) -> None:
+def test_costs_equal_exact_arithmetic(dollars: tuple[Decimal, ...], tokens: tuple[int, ...]) -> None:
     exact = sum(Fraction(rate) * 1_000 * count for rate, count in zip(dollars, tokens, strict=True))
 
     found = Rates({"m": TokenPrice(*dollars)}, None).find_cost("m", Usage(*tokens))
@@ -53,9 +53,7 @@ PATTERNS = {"*": "5 0", "gpt-*": "4 0", "gpt-4?1": "3 0", "gpt-4o*": "2 0", "gpt
         ({}, None, "", Usage(0, 1_000_000, 0, 0), DEAREST.output * 10**9),
     ],
 )
-def test_the_most_specific_price_counts(
-    prices: dict[str, str], unknown: str | None, model: str, usage: Usage, cost: int
-) -> None:
+def test_most_specific_price_applies(prices: dict[str, str], unknown: str | None, model: str, usage: Usage, cost: int) -> None:
     rates = Rates({pattern: price(text) for pattern, text in prices.items()}, price(unknown) if unknown else None)
 
     assert rates.find_cost(model, usage) == cost
@@ -66,8 +64,7 @@ def test_the_most_specific_price_counts(
     ["gpt-4o", "gpt-5.1", "claude-sonnet-4-5-20250929", "gemini-2.5-pro", "claude-opus-4-5", "deepseek-chat"],
 )
 @pytest.mark.parametrize("counts", [(1_234, 567, 0, 0), (5, 77, 150_000, 0), (9, 10, 180_001, 20_001), (0, 0, 0, 0)])
-def test_the_packages_prices_are_the_packages(model: str, counts: tuple[int, int, int, int]) -> None:
-    """What genai-prices itself makes of a call is its cost, long prompts' tiers included."""
+def test_default_prices_are_those_of_genai_prices(model: str, counts: tuple[int, int, int, int]) -> None:
     usage = Usage(*counts)
     if look_up(model)[-1][1].cache_write is None:
         usage = usage._replace(cache_write=0)
@@ -84,17 +81,17 @@ def test_the_packages_prices_are_the_packages(model: str, counts: tuple[int, int
 
 
 @pytest.mark.parametrize("model", ["us.anthropic.claude-sonnet-4-5-20250929-v1:0", "amazon.nova-lite-v1:0", "openai/gpt-4o"])
-def test_names_of_models_at_bedrock_and_openrouter_are_known(model: str) -> None:
+def test_models_of_bedrock_and_openrouter_have_prices(model: str) -> None:
     assert look_up(model)
 
 
-def test_what_is_not_known_is_estimated_at_four_bytes_a_token() -> None:
+def test_unknown_tokens_are_estimated_by_bytes() -> None:
     usage = Usage(estimate_tokens(403), 10)
 
     assert Rates({"m": price("1 2")}, None).find_cost("m", usage) == 100 * 1_000 + 10 * 2_000
 
 
-def test_names_that_clients_make_up_are_not_kept_without_end() -> None:
+def test_invented_model_names_do_not_fill_memory() -> None:
     rates = Rates({"*": price("1 1")}, None)
     tracemalloc.start()
 
@@ -110,7 +107,6 @@ def test_names_that_clients_make_up_are_not_kept_without_end() -> None:
     ("own", "asked", "chosen"),
     [("m-2024-08-06", "m", "m"), ("m", "other", "m"), ("", "m", "m"), ("m-2024-08-06", "other", "m-2024-08-06")],
 )
-def test_a_model_is_priced_by_the_name_that_has_a_price(own: str, asked: str, chosen: str) -> None:
-    """Its own name counts; what it was asked as, where nothing but a price for all is known of its own."""
+def test_model_is_priced_by_the_name_with_a_price(own: str, asked: str, chosen: str) -> None:
     for rates in (Rates({"m": price("1 1"), "*": price("9 9")}, None), Rates({"m": price("1 1")}, price("9 9"))):
         assert rates.choose_name(own, asked) == chosen

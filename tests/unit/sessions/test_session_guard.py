@@ -1,4 +1,4 @@
-"""Limits of sessions, from a request's headers to the answer: each one at the exact request."""
+"""Session limits, from a request's headers to the response."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from extproc.cli.main import main
 from extproc.engine.orders import BLOCK, Target
 from extproc.ext_proc.stream import Stream
 from extproc.operator.coverage_rows import CROWDED
-from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.names import hash_session
 from extproc.sessions.rates import Usage
-from extproc.sessions.session_limits import BUDGET_KEYS
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
@@ -41,8 +39,7 @@ from tests.support.session_limits import (
 )
 from tests.support.turn_writers import Did, as_chat
 
-PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
-"""A dollar for each token, so that sums can be read."""
+PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}  # a dollar for each token
 
 
 @pytest.mark.parametrize(
@@ -55,10 +52,7 @@ PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
     ],
     ids=["neither", "the limits' own", "a detector's", "the limits' own comes first"],
 )
-def test_long_histories_are_looked_into_as_far_as_the_policy_says(
-    own: dict[str, Any], detector: dict[str, Any], counted: int
-) -> None:
-    """A history of 2 MiB, half of it in arguments: `max_inspect_bytes` is the one bound of all that read it."""
+def test_max_inspect_bytes_bounds_the_history_that_is_read(own: dict[str, Any], detector: dict[str, Any], counted: int) -> None:
     document = limited(max_tool_calls=100, **own)
     if detector:
         loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 99, **detector}
@@ -72,27 +66,24 @@ def test_long_histories_are_looked_into_as_far_as_the_policy_says(
 
 
 def named(*bodies: bytes, session: str = "s", **more: str) -> list[Request]:
-    """Requests of one session."""
     return [(data, {"session": session, **more}) for data in bodies]
 
 
 def with_loop(**limits: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of session_limits
-    """Limits beside a detector that refuses the second equal request."""
     document = limited(**limits)
     document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
     return document
 
 
 def strict(**limits: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of session_limits
-    """Limits of a policy that lets nothing pass uncounted."""
     document = limited(**limits)
     document["spec"]["uncountable"] = "reject"
     return document
 
 
 TURNS = [turns(number) for number in range(10)]
+# Some upstreams accept NaN, which our parser refuses.
 HIDDEN = turns(3).replace(b'"tools"', b'"temperature": NaN, "tools"')
-"""Some upstreams read what ours does not."""
 FINISH = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
 CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
     "the request behind the last step is refused, but no retry": (
@@ -132,10 +123,9 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
 
 
 @pytest.mark.parametrize(("document", "requests", "expected", "reason"), CASES.values(), ids=CASES)
-def test_steps_are_requests_that_were_let_through(
+def test_only_requests_sent_upstream_are_steps(
     document: dict[str, Any], requests: Sequence[Request], expected: list[int], reason: str
 ) -> None:
-    """What could not be looked at is counted, too."""
     service = make_service(document)
 
     assert nameless(service, requests) == expected
@@ -143,16 +133,7 @@ def test_steps_are_requests_that_were_let_through(
     assert [why for why, number in uncounted.items() if number] == [reason] * (reason in uncounted)
 
 
-def test_the_report_of_a_run_has_each_of_its_requests() -> None:
-    service = make_service(limited(max_steps=9))
-
-    send(service, [turns(n) for n in range(3)])
-
-    (row,) = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
-    assert [call.tools for call in row.calls] == [[], ["run"], ["run"]]
-
-
-def test_a_shadow_session_is_reported_beside_a_policy_that_needs_no_body() -> None:
+def test_shadow_session_beside_bodiless_policy_is_reported() -> None:
     service = make_service(policy("p", ANY, body="ignore"), limited("shadow", max_steps=9))
 
     answer = ask(service, turns(1))
@@ -161,7 +142,7 @@ def test_a_shadow_session_is_reported_beside_a_policy_that_needs_no_body() -> No
     assert [told["mode"] for told in json.loads(metadata_of(answer)["sessions"])] == ["shadow"]
 
 
-def test_a_model_in_a_path_may_be_no_text() -> None:
+def test_model_in_path_may_be_invalid_utf8() -> None:
     service = make_service(limited(max_steps=1))
     named = headers("/v1beta/models/MM:generateContent", x_team="t", x_session_id="s").SerializeToString()
     stream = Stream(service)
@@ -174,7 +155,7 @@ def test_a_model_in_a_path_may_be_no_text() -> None:
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
-def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
+def test_refusal_names_the_limit_and_its_use() -> None:
     service = make_service(limited(max_steps=1))
 
     refused = [ask(service, turns(number)) for number in (1, 2)][-1]
@@ -206,8 +187,7 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_client_that_leaves_while_held_has_used_nothing(waits: bool) -> None:
-    """Nothing went on: no step is counted and nothing reserved, and it is no refusal. A client that waits gets its answer."""
+def test_client_that_leaves_while_delayed_uses_nothing(waits: bool) -> None:
     limits = limited(max_steps=5, max_cost_per_session=1.0, unknown_model={"input": 2, "output": 8})
     held = policy("held", ANY, action="throttle", threshold_identical_requests=2, limit_keys=["header:x-team"])
     service = make_service(limits, held)
@@ -227,8 +207,7 @@ def test_a_client_that_leaves_while_held_has_used_nothing(waits: bool) -> None:
     assert service.holds.held == 0
 
 
-def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    """The first refusal of a session has a line, and so have the second, the fourth and so on; descriptors are not shown."""
+def test_refusals_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(limited(max_steps=1))
     for number in range(1, 10):
         ask(service, turns(number))
@@ -253,7 +232,7 @@ def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixtu
     [({"max_steps": 1}, False), ({"max_steps": 9, "escalate": {"warn": {"max_steps": 2}}}, False), ({"max_steps": 9}, True)],
     ids=["refused", "warned", "recorded"],
 )
-def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any], record: bool) -> None:
+def test_fingerprint_equals_that_of_a_detector(limits: dict[str, Any], record: bool) -> None:
     service, detector = make_service(limited(**limits), record=record), policy("p", ANY, limit_keys=["header:x-team"])
     send(service, [turns(0)])
 
@@ -262,7 +241,7 @@ def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any]
     assert found["fingerprint"] == expected["fingerprint"]
 
 
-def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
+def test_block_of_a_fingerprint_applies_to_sessions() -> None:
     service = make_service(limited(max_steps=9), record=True)
     fingerprint = metadata_of(ask(service, turns(2)))["fingerprint"]
     apply_orders(service, order(BLOCK, Target(fingerprint=fingerprint)))
@@ -270,7 +249,7 @@ def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
     assert send(service, [turns(2), turns(3)]) == [429, 200]
 
 
-def test_payment_required_says_what_clients_take_for_final() -> None:
+def test_status_402_has_the_code_of_exhausted_quota() -> None:
     service = make_service(limited(max_steps=1, reject_status=402))
 
     assert send(service, [turns(1), turns(2)]) == [200, 402]
@@ -278,8 +257,7 @@ def test_payment_required_says_what_clients_take_for_final() -> None:
     assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
 
 
-def test_what_is_not_settled_yet_is_estimated() -> None:
-    """Four bytes of a prompt are estimated as a token, until the access log reports the real number."""
+def test_unsettled_cost_is_estimated_by_size() -> None:
     service = make_service(limited(max_cost_per_session=100, prices=PRICES))
     large = json.dumps({"prompt": "x" * 500}).encode()
 
@@ -289,8 +267,7 @@ def test_what_is_not_settled_yet_is_estimated() -> None:
     assert send(service, [b"{}"]) == [200]
 
 
-def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
-    """What one client is told of its own call says nothing of another's: such entries change nothing, and are counted."""
+def test_guessed_call_ids_settle_nothing() -> None:
     service = make_service(limited(max_cost_per_session=100, prices=PRICES))
     large = json.dumps({"prompt": "x" * 500}).encode()
     victim, attacker = (ask(service, data, team=team) for data, team in ((large, "victim"), (b"{}", "attacker")))
@@ -308,7 +285,7 @@ def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
     assert [call.settled for row in rows for call in row.calls] == [False, False]
 
 
-def test_names_of_calls_are_random() -> None:
+def test_call_ids_are_random_and_settle_once() -> None:
     service = make_service(limited(max_cost_per_session=100_000, prices=PRICES))
     answers = [ask(service, b"{}", session=str(number)) for number in range(1_000)]
     names = [bytes.fromhex(json.loads(metadata_of(answer)["sessions"])[0]["call"]) for answer in answers]
@@ -324,7 +301,7 @@ def test_names_of_calls_are_random() -> None:
 
 
 @pytest.mark.parametrize("call", ["", "00" * 8, "00" * 17, "g0" * 16, 7, None])
-def test_what_is_no_name_of_a_call_is_dropped(call: object) -> None:
+def test_malformed_call_id_settles_nothing(call: object) -> None:
     service = make_service(limited(max_cost_per_session=100, prices=PRICES))
 
     settle(service, ask(service, b"{}"), Usage(9, 9), call=call)
@@ -332,24 +309,8 @@ def test_what_is_no_name_of_a_call_is_dropped(call: object) -> None:
     assert sample(service, "access_log_entries_total", result="unknown") == 1
 
 
-@pytest.mark.parametrize("key", BUDGET_KEYS)
-def test_what_clients_send_anyway_names_a_session(key: str) -> None:
-    service = make_service(limited(max_steps=1))
-    source, _, name = key.partition(":")
-
-    def once(value: str, number: int) -> int:
-        if source == "header":
-            return status(ask(service, turns(number), session="", **{name.replace("-", "_"): value}))
-        fields: Any = value
-        for step in reversed(name.split("/")[1:]):
-            fields = {step: fields}
-        return status(ask(service, turns(number, **fields), session=""))
-
-    assert [once("a", 1), once("a", 2), once("b", 3), once("b", 4)] == [200, 429, 200, 429]
-
-
 @pytest.mark.parametrize("similarity", ["exact", "turns"])
-def test_each_policy_looks_for_the_name_of_a_session_in_its_own_places(similarity: str) -> None:
+def test_each_policy_uses_its_own_session_keys(similarity: str) -> None:
     keys = {"first": "header:x-run", "second": "header:x-session-id", "third": "body:/run"}
     policies = [policy(name, ANY, similarity=similarity, limit_keys=["header:x-team"]) for name in keys]
     for made, key in zip(policies, keys.values(), strict=True):
@@ -362,7 +323,7 @@ def test_each_policy_looks_for_the_name_of_a_session_in_its_own_places(similarit
     assert named == {name: hash_session(key, value) for (name, key), value in zip(keys.items(), "abc", strict=True)}
 
 
-def test_whose_a_session_is_says_its_own_policy() -> None:
+def test_session_belongs_to_the_tenant_of_its_policy() -> None:
     service = make_service(policy("first", ANY, limit_keys=["header:x-user"]), limited(max_steps=9))
 
     ask(service, turns(1), team="t", x_user="u")
@@ -371,7 +332,6 @@ def test_whose_a_session_is_says_its_own_policy() -> None:
 
 
 def test_new_session_per_request_is_never_refused() -> None:
-    """Past the bound, sessions are forgotten sooner, which is counted and reported; one that has used up a limit stays."""
     service = make_service(limited(max_steps=2, session={"max_sessions_per_tenant": 3}))
 
     assert [send(service, [turns(1)], session=f"s{number}") for number in range(40)] == [[200]] * 40
@@ -381,7 +341,7 @@ def test_new_session_per_request_is_never_refused() -> None:
     assert row.total == 37
 
 
-def test_shadow_limits_watch_and_count_apart() -> None:
+def test_shadow_limits_only_report() -> None:
     service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="finish"))
 
     answers = [ask(service, turns(number)) for number in range(1, 4)]
@@ -392,7 +352,7 @@ def test_shadow_limits_watch_and_count_apart() -> None:
     assert sample(service, "session_limits_total", policy="agents", mode="shadow", limit="max_steps", action="reject") == 2
 
 
-def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
+def test_escalation_warns_then_steers_before_refusing() -> None:
     service = make_service(limited(max_steps=4, escalate={"warn": {"max_steps": 2}, "steer": {"max_steps": 3}}))
 
     answers = [ask(service, turns(number)) for number in range(1, 6)]
@@ -406,7 +366,7 @@ def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
     assert metadata_of(answers[2])["warning"] == "session_steer"
 
 
-def test_a_body_that_never_comes_is_a_step() -> None:
+def test_request_without_body_phase_is_a_step() -> None:
     service = make_service(limited(max_steps=2))
 
     answers = [decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0]) for _ in range(3)]
@@ -415,13 +375,11 @@ def test_a_body_that_never_comes_is_a_step() -> None:
 
 
 def tools_of(answer: ProcessingResponse) -> list[str] | None:
-    """The tools that the model is offered, None where the body is as it was sent."""
     body = changed(answer)
     return [tool["function"]["name"] for tool in body.get("tools", [])] if body else None
 
 
-def test_finish_forbids_the_tools_for_a_last_answer() -> None:
-    """A session that has used up its tool calls has one request more, which may be sent again, and calls no tool."""
+def test_finish_forbids_tools_for_a_last_answer() -> None:
     service = make_service(limited(max_tool_calls=2, max_tool_calls_mode="finish"))
 
     answers = [ask(service, turns(number)) for number in (1, 2, 2)]
@@ -442,17 +400,7 @@ def test_finish_forbids_the_tools_for_a_last_answer() -> None:
     assert sample(service, "session_limits_total", **narrowed) == 2
 
 
-def test_a_tool_that_is_used_up_is_offered_no_more_in_either_mode() -> None:
-    service = make_service(limited(max_calls_per_tool={"issue_refund": 1}))
-    offered = [TOOL, {"type": "function", "function": {"name": "issue_refund", "parameters": {}}}]
-
-    answers = [ask(service, turns(number, "issue_refund", tools=offered)) for number in (0, 1, 2)]
-
-    assert [tools_of(answer) for answer in answers[:2]] == [["run", "issue_refund"], ["run"]]
-    assert told(answers[2])["limit"] == "max_calls_per_tool"
-
-
-def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
+def test_request_that_cannot_be_narrowed_is_refused() -> None:
     service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="finish"))
     bedrock = {
         "messages": [
@@ -475,7 +423,7 @@ def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
     assert sample(service, "session_limits_total", **narrowed) == 0
 
 
-def test_a_note_goes_into_what_was_narrowed() -> None:
+def test_narrowed_request_may_also_get_a_note() -> None:
     limits: dict[str, Any] = {
         "max_steps": 3,
         "max_tool_calls": 1,
@@ -490,7 +438,7 @@ def test_a_note_goes_into_what_was_narrowed() -> None:
     assert "2 of this session's 3 steps are left" in json.dumps(sent_on["messages"])
 
 
-def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_lists_the_keys_of_a_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(limited(max_steps=1, session={"keys": ["header:x-run", "body:/run"]})))
 

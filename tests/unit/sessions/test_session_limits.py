@@ -1,4 +1,4 @@
-"""`session_limits` as they are written: which keys there are, and what is refused."""
+"""The keys of `session_limits`, and the errors in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ LIMITS: dict[str, Any] = {
     "loop_detection": {"window": 5, "threshold": 3},
     "circuit_breaker": {"consecutive_blocks": 5, "consecutive_errors": 3},
 }
-"""As in-process SDKs write them."""
 
 
 def load(**spec_: Any) -> SessionLimits:  # noqa: ANN401  # keys of the spec
@@ -29,16 +28,14 @@ def load(**spec_: Any) -> SessionLimits:  # noqa: ANN401  # keys of the spec
     return limits
 
 
-def test_the_format_of_in_process_sdks_loads_as_it_is() -> None:
-    """Every key has the meaning that it has there, and a policy needs nothing beside it."""
+def test_format_of_in_process_sdks_loads_unchanged() -> None:
     limits = load(loop_detection=None, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS)
 
     assert limits.model_dump(include=set(LIMITS)) == LIMITS
     assert limits.needs_answers()
 
 
-def test_money_has_prices() -> None:
-    """A price is given in dollars per million tokens; the other limits need none."""
+def test_prices_are_loaded_per_model() -> None:
     prices = {"gpt-*": {"input": 2.5, "output": 10}, "*": {"input": 1, "output": 4, "cache_read": 0.1, "cache_write": 1.25}}
     limits = load(session_limits={"max_cost_per_session": 1, "prices": prices})
 
@@ -46,8 +43,7 @@ def test_money_has_prices() -> None:
     assert not load(session_limits={"max_steps": 1}).needs_answers()
 
 
-def test_agents_count_together_with_the_one_that_started_them() -> None:
-    """Where a policy names no keys, a session is looked for by what all of its agents send, and in the body last."""
+def test_default_keys_name_the_root_session() -> None:
     assert Session().list_budget_keys() == BUDGET_KEYS
     assert BUDGET_KEYS[0] == "header:x-claude-code-session-id"
     assert "header:x-claude-code-agent-id" not in BUDGET_KEYS
@@ -56,7 +52,6 @@ def test_agents_count_together_with_the_one_that_started_them() -> None:
 
 
 def recent(**more: object) -> dict[str, Any]:
-    """A loop_detection with more keys than there are."""
     return {"loop_detection": {"window": 5, "threshold": 3, **more}}
 
 
@@ -108,7 +103,7 @@ REFUSED: list[tuple[object, str, str]] = [
 
 
 @pytest.mark.parametrize(("limits", "place", "message"), REFUSED, ids=[place or "empty" for _, place, _ in REFUSED])
-def test_each_key_is_checked(limits: object, place: str, message: str) -> None:
+def test_invalid_key_is_one_error_at_its_place(limits: object, place: str, message: str) -> None:
     (pointer, found), *more = plain(refused(spec(session_limits=limits)))
 
     assert (pointer, more) == (f"/spec/session_limits{place}", [])
@@ -116,8 +111,7 @@ def test_each_key_is_checked(limits: object, place: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [["header:x-run"], ["header:x-session-id", "body:/conversation"]])
-def test_limits_of_agents_that_nothing_names_are_told(keys: list[str]) -> None:
-    """They would have no effect; with agent_keys, or keys of a known client, they have one."""
+def test_agent_limits_without_agent_names_are_warned_about(keys: list[str]) -> None:
     limits = {"max_agents": 3}
     sessions = [{"keys": keys}, {"keys": keys, "agent_keys": ["header:x-a"]}, {"keys": [*keys, "header:session-id"]}]
     warnings = [check(spec(session=session, session_limits=limits)).warnings for session in sessions]
@@ -126,7 +120,7 @@ def test_limits_of_agents_that_nothing_names_are_told(keys: list[str]) -> None:
 
 
 @pytest.mark.parametrize("place", ["agent_keys", "parent_keys"])
-def test_agents_are_named_outside_of_the_body(place: str) -> None:
+def test_agent_keys_in_the_body_are_rejected(place: str) -> None:
     ((pointer, message),) = plain(refused(spec(session={place: ["body:/agent"]}, session_limits={"max_agents": 3})))
 
     assert pointer == f"/spec/session/{place}/0"

@@ -1,4 +1,4 @@
-"""What a request does not show, the ring of its session supplies: sessions of a policy, from the headers to the answer."""
+"""Detectors of turns with sessions: a session's ring of earlier turns completes histories that were cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
 
 
 def compacted(count: int, *, summary: str) -> bytes:
-    """A request whose history begins with a summary, behind which so many turns were added."""
     made = as_chat([STUCK._replace(number=n, thought=f"Thought {summary} {n}.") for n in range(count)])
     start = [{"role": "user", "content": "What did we do so far?"}, {"role": "assistant", "content": summary}]
     return json.dumps({**made, "messages": [*start, *made["messages"]]}).encode()
@@ -36,7 +35,6 @@ OTHER_MODEL = json.dumps({**json.loads(turn(1)), "model": "other", "stream": Tru
 
 
 def shown(*numbers: int, **named: Any) -> list[tuple[bytes, dict[str, Any]]]:  # noqa: ANN401  # of `headers`
-    """Requests that show one turn each, always the same but for its thoughts."""
     return [(turn(number), named) for number in numbers]
 
 
@@ -99,10 +97,9 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[tuple[bytes, dict[str, Any]]], l
 
 
 @pytest.mark.parametrize(("document", "requests", "expected"), CASES.values(), ids=CASES)
-def test_a_session_supplies_what_a_request_does_not_show(
+def test_session_completes_the_history_of_a_request(
     document: dict[str, Any], requests: Sequence[tuple[bytes, dict[str, Any]]], expected: list[int]
 ) -> None:
-    """The third equal turn of a session is refused."""
     service = make_service(document)
 
     assert [send(service, data, **named) for data, named in requests] == expected
@@ -123,8 +120,7 @@ def test_a_session_supplies_what_a_request_does_not_show(
     ],
     ids=["previous_response_id", "thread"],
 )
-def test_a_history_on_the_server_needs_a_session(written: Any) -> None:  # noqa: ANN401  # a body from its number
-    """Without one the request is not counted; with one, equal results in a row are a loop."""
+def test_history_on_the_server_needs_a_session(written: Any) -> None:  # noqa: ANN401  # a body from its number
     service = make_service(agents())
     bodies = [json.dumps(written(n)).encode() for n in range(4)]
 
@@ -134,7 +130,7 @@ def test_a_history_on_the_server_needs_a_session(written: Any) -> None:  # noqa:
     assert sample(service, "uncounted_total", policy="agents", reason="no_history") == 4
 
 
-def test_a_plain_prompt_has_no_history_in_any_session() -> None:
+def test_plain_prompt_has_no_history() -> None:
     service = make_service(agents())
 
     assert send_all(service, [json.dumps({"prompt": "Go on."}).encode()] * 3, session_id="s") == [200] * 3
@@ -142,7 +138,6 @@ def test_a_plain_prompt_has_no_history_in_any_session() -> None:
 
 
 def read_keys(scope: str = "", **spec: Any) -> list[str]:  # noqa: ANN401  # of the policy
-    """The keys under which a turn of a session is kept."""
     store = RecordingStore()
     service = make_service(agents(**spec), store=store)
     stream = Stream(service, [("x-loopguard-scope", scope)] if scope else ())
@@ -153,8 +148,7 @@ def read_keys(scope: str = "", **spec: Any) -> list[str]:  # noqa: ANN401  # of 
     return store.keys
 
 
-def test_a_ring_s_key_has_bounded_parts() -> None:
-    """Policy, detector, attachment, tenant, and a hash of however long a name; shadow policies have theirs apart."""
+def test_key_of_a_ring_has_bounded_parts() -> None:
     chain, short = read_keys()
     _, long = read_keys("edge")
     _, shadow = read_keys(mode="shadow")
@@ -169,7 +163,7 @@ def test_a_ring_s_key_has_bounded_parts() -> None:
     assert (len(node), own) == (32, tenant)
 
 
-def test_a_ring_is_kept_as_long_as_its_session() -> None:
+def test_ring_expires_with_its_session() -> None:
     now = [0]
     service = make_service(agents(session={"idle_seconds": 7}), store=MemoryStore(Metrics(), clock=lambda: now[0]))
 
@@ -181,7 +175,7 @@ def test_a_ring_is_kept_as_long_as_its_session() -> None:
     assert found == [200, 200, 429, 200, 200]
 
 
-def test_a_shadow_policy_has_a_ring_of_its_own() -> None:
+def test_shadow_policy_has_its_own_ring() -> None:
     service = make_service(agents(mode="shadow"), policy("loops", ANY, threshold_identical_requests=100))
     answers = [ask(service, turn(n), session_id="s")[0] for n in range(1, 4)]
 
@@ -205,10 +199,9 @@ SHADOWED = [agents(mode="shadow"), agents() | {"id": "own"}]
     ],
     ids=["down", "down for shadow policies", "a bug for shadow policies"],
 )
-def test_a_loop_is_found_while_the_store_is_down(
+def test_loop_is_found_while_the_store_is_down(
     policies: list[dict[str, Any]], failing: str, error: Exception, counted: tuple[int, int], later: bool
 ) -> None:
-    """What becomes of a shadow policy's ring is its own affair."""
     service = make_service(*policies, store=FailingStore(failing, error, later=later))
 
     assert send_all(service, [turn(n) for n in range(1, 4)], session_id="s") == [200, 200, 429]
@@ -217,8 +210,7 @@ def test_a_loop_is_found_while_the_store_is_down(
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-def test_what_needs_the_ring_can_be_refused_without_it(later: bool) -> None:
-    """`--on-store-error reject` refuses a request that cannot be judged, but not one that shows enough by itself."""
+def test_on_store_error_reject_refuses_what_needs_the_ring(later: bool) -> None:
     store = FailingStore(error=StoreError("down", kind="timeout"), later=later)
     service = make_service(agents(), store=store, on_store_error="reject")
     whole = json.dumps(as_chat([Did((("edit", {"n": n}),), ("ok",)) for n in range(32)])).encode()
@@ -228,15 +220,14 @@ def test_what_needs_the_ring_can_be_refused_without_it(later: bool) -> None:
     assert send(service, turn(1)) == 200
 
 
-def test_a_bug_in_the_store_is_told_apart() -> None:
+def test_bug_in_the_store_counts_as_internal_error() -> None:
     service = make_service(agents(), store=FailingStore(error=ZeroDivisionError("a bug")))
 
     assert send(service, turn(1), session_id="s") == 200
     assert sample(service, "fail_open_total", reason="internal_error") == 1
 
 
-def test_only_a_request_that_needs_the_ring_waits_for_the_store() -> None:
-    """A request that shows its own loop, or its whole history, is answered at once; a later one still finds its turn."""
+def test_only_requests_that_need_the_ring_wait() -> None:
     service = make_service(agents(), store=FailingStore("nothing", later=True))
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
     whole = [
@@ -249,7 +240,7 @@ def test_only_a_request_that_needs_the_ring_waits_for_the_store() -> None:
     assert ask(service, json.dumps(as_chat([STUCK] * 3)).encode(), session_id="s")[1] is True
 
 
-def test_a_failure_that_no_request_waits_for_is_counted_all_the_same() -> None:
+def test_store_failure_without_waiting_request_is_counted() -> None:
     service = make_service(agents(), store=FailingStore(error=StoreError("down", kind="timeout"), later=True))
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
 

@@ -1,4 +1,4 @@
-"""What programs ask beside their turns, in shapes as theirs, made up: it is no step, and hides none."""
+"""Requests that programs send beside their turns, such as titles and summaries, are no steps and hide none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.support.turn_writers import Did, as_chat, as_gemini
 
 
 def say(*texts: str, **more: Any) -> bytes:  # noqa: ANN401  # of a body
-    """A chat of the user's words, or of the system's where they begin so."""
     messages = [{"role": "system" if text.startswith("System: ") else "user", "content": text} for text in texts]
     return json.dumps({"model": "m", "messages": messages, **more}).encode()
 
@@ -31,7 +30,6 @@ SUMMARY = say("System: Sum up.", "<conversation>\n[User]: Fix the build.\n[Assis
 
 
 def compact(count: int) -> bytes:
-    """The whole history again, without tools, and the order to sum it up."""
     document = json.loads(turns(count))
     return json.dumps(
         {**document, "tools": [], "messages": [*document["messages"], {"role": "user", "content": "Write a handoff summary."}]}
@@ -78,9 +76,7 @@ CASES: dict[str, tuple[int, Sequence[bytes], list[int], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize(("most", "requests", "expected", "counted"), CASES.values(), ids=CASES)
-def test_what_is_asked_aside_is_no_step(
-    most: int, requests: Sequence[bytes], expected: list[int], counted: tuple[int, int]
-) -> None:
+def test_side_request_is_no_step(most: int, requests: Sequence[bytes], expected: list[int], counted: tuple[int, int]) -> None:
     service = make_service(limited(max_steps=most))
 
     assert [status(ask(service, data)) for data in requests] == expected
@@ -88,8 +84,7 @@ def test_what_is_asked_aside_is_no_step(
 
 
 @pytest.mark.deep
-def test_whatever_the_order_steps_stay_exact() -> None:
-    """Against a count of the requests with tools: with at most three side requests behind each, these alone are steps."""
+def test_steps_stay_exact_among_side_requests() -> None:
     for seed in range(60):
         order = Random(seed)
         service, most = make_service(limited(max_steps=1_000)), 0
@@ -104,8 +99,7 @@ def test_whatever_the_order_steps_stay_exact() -> None:
         assert used(service)[0] == most, seed
 
 
-def test_side_requests_without_a_header_are_conversations_of_their_own() -> None:
-    """A router that asks another model before each turn: its program names no session."""
+def test_unnamed_side_requests_are_separate_conversations() -> None:
     service = make_service(limited(max_steps=3))
     router = {"contents": [{"role": "user", "parts": [{"text": "Which model?"}]}], "generationConfig": {"temperature": 0}}
     tools = [{"functionDeclarations": [{"name": "read_file"}]}]
@@ -136,11 +130,11 @@ def test_side_requests_without_a_header_are_conversations_of_their_own() -> None
         ({"input": "x", "previous_response_id": "r1"}, 0),
     ],
 )
-def test_what_a_request_offers_is_read_for_every_api(document: dict[str, Any], offer: int) -> None:
+def test_offered_tools_are_read_for_every_api(document: dict[str, Any], offer: int) -> None:
     assert read_tool_calls(Document(json.dumps(document).encode())).offer == offer
 
 
-def test_turns_are_not_disturbed() -> None:
+def test_side_requests_hide_no_loop_of_turns() -> None:
     service = make_service(agents())
 
     sent = [TITLE, turn(1), TITLE, SUMMARY, turn(2), SUMMARY, turn(3)]
@@ -158,7 +152,7 @@ def test_turns_are_not_disturbed() -> None:
         ("POST", "/model/m/count-tokens"),
     ],
 )
-def test_what_asks_no_model_is_no_step(method: str, path: str) -> None:
+def test_request_without_a_model_call_is_no_step(method: str, path: str) -> None:
     document = limited(max_steps=1)
     document["spec"] |= {"selector": {"pathPrefix": "/"}, "unnamed_limits": {"max_steps": 1}}
     service = make_service(document)

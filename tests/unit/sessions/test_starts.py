@@ -1,4 +1,4 @@
-"""Requests for which nothing names a session, and starts of conversations, which count with them until these go on."""
+"""Limits of requests without a session, and of first requests, which count with them until their conversation continues."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ from tests.support.session_limits import (
     write,
 )
 
-PRICES = {"*": {"input": 10_000, "output": 10_000}}
-"""A cent for each token."""
+PRICES = {"*": {"input": 10_000, "output": 10_000}}  # a cent for each token
 
 
 def prompt(text: str) -> bytes:
-    return go_on(text, 0)
+    return continue_task(text, 0)
 
 
-def go_on(text: str, turns: int) -> bytes:
+def continue_task(text: str, turns: int) -> bytes:
     messages = [{"role": "user", "content": text}]
     for number in range(turns):
         messages += [{"role": "assistant", "content": f"step {number}"}, {"role": "user", "content": "go on"}]
@@ -76,17 +75,17 @@ STARTS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
     ),
     "sessions still have all their limits": (
         unnamed(limits={"max_steps": 3}, max_steps=50),
-        [go_on("Task", turns) for turns in range(5)],
+        [continue_task("Task", turns) for turns in range(5)],
         [200] * 3 + [429] * 2,
     ),
     "a retried turn leaves room once": (
         unnamed(max_steps=3),
-        [*prompts("a", "b", "c"), *[go_on("a", 1)] * 4, *prompts("d", "e")],
+        [*prompts("a", "b", "c"), *[continue_task("a", 1)] * 4, *prompts("d", "e")],
         [200] * 8 + [429],
     ),
     "an unseen start leaves no room": (
         unnamed(max_steps=2),
-        [prompt("a"), go_on("x", 1), go_on("y", 1), *prompts("b", "c")],
+        [prompt("a"), continue_task("x", 1), continue_task("y", 1), *prompts("b", "c")],
         [200] * 4 + [429],
     ),
     "a named session is none of them": (
@@ -96,7 +95,7 @@ STARTS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
     ),
     "a refused start takes no room": (
         unnamed(limits={"max_steps": 9, "max_tool_calls": 1}, max_steps=1),
-        [*prompts("a", "b", "b"), go_on("a", 1), go_on("a", 2), *prompts("b", "c")],
+        [*prompts("a", "b", "b"), continue_task("a", 1), continue_task("a", 2), *prompts("b", "c")],
         [200, 429, 429, 200, 200, 200, 429],
     ),
     "shadow policies only report starts": (unnamed("shadow", max_steps=1), prompts(*"abc"), [200] * 3),
@@ -104,26 +103,15 @@ STARTS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
 }
 
 
-def test_a_conversation_that_goes_on_leaves_room() -> None:
-    """300 agents that one key starts within an hour are none too many, although only two may wait at a time."""
-    now = [0]
-    service = make_service(unnamed(max_steps=2), store=MemoryStore(Metrics(), clock=lambda: now[0]))
-
-    for number in range(300):
-        now[0] = number * 12_000
-        assert nameless(service, [go_on(f"Task {number}", turns) for turns in range(4)]) == [200] * 4
-
-
 @settings(deadline=None, max_examples=examples(60))
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=30), random=st.randoms(use_true_random=False))
-def test_only_waiting_starts_are_counted(lengths: list[int], random: Random) -> None:
-    """In any order, a start passes exactly while fewer than four others wait."""
+def test_only_conversations_that_have_not_continued_are_counted(lengths: list[int], random: Random) -> None:
     service, left, waiting = make_service(unnamed(max_steps=4)), dict(enumerate(lengths)), set[int]()
     sent = dict.fromkeys(left, 0)
 
     while left:
         number = random.choice(list(left))
-        (passed,) = nameless(service, [go_on(f"Task {number}", sent[number])])
+        (passed,) = nameless(service, [continue_task(f"Task {number}", sent[number])])
         assert passed == (429 if not sent[number] and len(waiting) == 4 else 200)
         if passed == 429 or sent[number] == left[number]:
             del left[number]
@@ -134,32 +122,23 @@ def test_only_waiting_starts_are_counted(lengths: list[int], random: Random) -> 
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_start_s_cost_goes_with_its_conversation(late: bool) -> None:
+def test_cost_of_a_start_moves_to_its_conversation(late: bool) -> None:
     service = make_service(unnamed(limits={"max_cost_per_session": 50, "prices": PRICES}, max_cost_per_session=20))
 
     for number in range(5):
         answer = ask(service, prompt(f"Task {number}"), session="")
         if not late:
             settle(service, answer, Usage(1_500, 0))
-        assert nameless(service, [go_on(f"Task {number}", 1)]) == [200]
+        assert nameless(service, [continue_task(f"Task {number}", 1)]) == [200]
         if late:
             settle(service, answer, Usage(1_500, 0))
         assert status(answer) == 200
 
-    settle(service, ask(service, go_on("Task 0", 2), session=""), Usage(4_000, 0))
-    assert nameless(service, [go_on("Task 0", 3)]) == [429]
+    settle(service, ask(service, continue_task("Task 0", 2), session=""), Usage(4_000, 0))
+    assert nameless(service, [continue_task("Task 0", 3)]) == [429]
 
 
-def test_costs_of_prompts_add_up() -> None:
-    service = make_service(unnamed(limits={"max_cost_per_session": 50, "prices": PRICES}, max_cost_per_session=20))
-
-    for data in prompts(1, 2):
-        settle(service, ask(service, data, session=""), Usage(1_000, 0))
-
-    assert told(ask(service, prompt("Task 3"), session=""))["limit"] == "max_cost_per_session"
-
-
-def test_starts_are_not_reported_as_nameless() -> None:
+def test_starts_are_not_reported_as_unnamed() -> None:
     service = make_service(unnamed(max_steps=1))
 
     assert nameless(service, prompts("a", "b")) == [200, 429]
@@ -177,7 +156,6 @@ DEAR = {"*": {"input": 1_000_000, "output": 1_000_000}}
 
 
 def many(count: int, first: int = 1, **more: str) -> list[Request]:
-    """That many different requests that name no session."""
     return [(kept(number), more) for number in range(first, first + count)]
 
 
@@ -210,7 +188,7 @@ def test_requests_without_a_session_are_limited(
     assert shadowed == (2 if document["spec"]["mode"] == "shadow" else 0)
 
 
-def test_requests_of_no_session_share_the_limits_of_their_caller() -> None:
+def test_unnamed_requests_share_the_limits_of_their_caller() -> None:
     service = make_service(unnamed(max_steps=3))
 
     assert nameless(service, many(5)) == [200, 200, 200, 429, 429]
@@ -223,8 +201,9 @@ def test_requests_of_no_session_share_the_limits_of_their_caller() -> None:
     assert sample(service, "session_unnamed_total", policy="agents", mode="enforce") == 7
 
 
-def test_they_are_never_unlimited_in_silence(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without limits of their own they pass, with a count, a line in the log once a minute, and a row of each caller."""
+def test_unlimited_unnamed_requests_are_counted_and_logged(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     service = make_service(limited(max_steps=1))
 
     with caplog.at_level(logging.WARNING):
@@ -245,7 +224,7 @@ def test_they_are_never_unlimited_in_silence(caplog: pytest.LogCaptureFixture, c
     assert capsys.readouterr().out == ""
 
 
-def test_limited_ones_have_a_row_as_well() -> None:
+def test_limited_unnamed_requests_have_a_row() -> None:
     service = make_service(unnamed(max_steps=2))
 
     nameless(service, many(4))
@@ -254,7 +233,7 @@ def test_limited_ones_have_a_row_as_well() -> None:
     assert (row["session"], row["unnamed_requests"], row["total_step_count"], row["total_block_count"]) == ("unnamed", 4, 2, 2)
 
 
-def test_replicas_add_up_what_they_have_seen() -> None:
+def test_rows_of_unnamed_requests_add_up_over_replicas() -> None:
     one, other = make_service(limited(max_steps=1)), make_service(limited(max_steps=1))
     nameless(one, many(2))
     nameless(other, many(3))
@@ -264,8 +243,7 @@ def test_replicas_add_up_what_they_have_seen() -> None:
     assert [row.unnamed for row in merge_sessions(every, 0)] == [5]
 
 
-def test_a_busy_caller_begins_anew_after_idle_seconds() -> None:
-    """The time runs from the first of the requests: one that never rests is not refused for ever."""
+def test_limits_of_unnamed_requests_renew_after_idle_seconds() -> None:
     now = [0]
     store = MemoryStore(Metrics(), clock=lambda: now[0])
     service = make_service(with_spec(unnamed(max_steps=4), session={"idle_seconds": 60}), store=store)
@@ -278,7 +256,7 @@ def test_a_busy_caller_begins_anew_after_idle_seconds() -> None:
     assert found == [200] * 4 + [429] * 2 + [200] * 4 + [429] * 2
 
 
-def test_money_of_no_session_is_limited() -> None:
+def test_cost_of_unnamed_requests_is_limited() -> None:
     service = make_service(unnamed(limits={"max_steps": 99, "prices": DEAR}, max_cost_per_session=1e4))
 
     settle(service, ask(service, kept(1), session=""), Usage(20_000, 0))
@@ -295,14 +273,14 @@ def test_money_of_no_session_is_limited() -> None:
         ({"session_limits": {"max_steps": 1}, "unnamed_limits": {"max_steps": 1, "max_calls_per_tool": {}}}, "unknown key"),
     ],
 )
-def test_what_is_written_wrongly_is_refused(keys: dict[str, Any], problem: str) -> None:
+def test_invalid_unnamed_limits_are_rejected(keys: dict[str, Any], problem: str) -> None:
     error = refused(spec(**keys))[-1]
 
     assert error.pointer.startswith("/spec/unnamed_limits")
     assert problem in error.message
 
 
-def test_validate_says_what_passes_unlimited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_warns_about_unlimited_unnamed_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(limited(max_steps=1)))
     assert main(["validate", str(file)]) == 0

@@ -1,4 +1,4 @@
-"""Trees of agents, from a request's headers to the answer, as Claude Code, Codex and opencode name them."""
+"""Limits on trees of agents, with the headers of Claude Code, Codex and opencode."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def claude(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str
 
 
 def codex(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str]:
-    """Of Codex, whose root is an agent of its own name."""
+    """The headers of Codex, where the root is an agent, too."""
     started = {"x_codex_parent_thread_id": parent or root} if agent else {}
     return {"session_id": root, "thread_id": agent or root, **started}
 
 
 def opencode(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str]:
-    """Of opencode, which names the parent alone."""
+    """The headers of opencode, which names only the parent."""
     return {"x_session_id": agent, "x_parent_session_id": parent or root} if agent else {"x_session_id": root}
 
 
@@ -63,7 +63,6 @@ def send(service: Service, number: int, **names: str) -> ProcessingResponse:
 
 
 def send_all(service: Service, requests: Sequence[dict[str, str]]) -> list[str]:
-    """What limits each of these requests, one after the other; empty for none."""
     answers = [send(service, number, **names) for number, names in enumerate(requests)]
     return [headers_of(answer).get("x-loopguard-limit", "") if status(answer) != 200 else "" for answer in answers]
 
@@ -118,16 +117,14 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[dict[str, str]], list[str]]] = {
 
 
 @pytest.mark.parametrize(("limits", "requests", "expected"), CASES.values(), ids=CASES)
-def test_agents_are_limited_below_their_root(
-    limits: dict[str, Any], requests: Sequence[dict[str, str]], expected: list[str]
-) -> None:
+def test_agents_are_limited_per_root(limits: dict[str, Any], requests: Sequence[dict[str, str]], expected: list[str]) -> None:
     service = make_service(limited(**limits))
 
     assert send_all(service, requests) == expected
     assert "team" in requests[-1] or len(service.reporter.sessions.copy()) == 1
 
 
-def test_the_refusal_of_an_agent_says_that_it_was_not_started() -> None:
+def test_refused_agent_is_told_it_was_not_started() -> None:
     service = make_service(limited(max_agents=2))
     send_all(service, [claude(), claude("a"), claude("b")])
 
@@ -137,7 +134,7 @@ def test_the_refusal_of_an_agent_says_that_it_was_not_started() -> None:
     assert sample(service, "session_agents_total", policy="agents", mode="enforce") == 2
 
 
-def test_agents_with_the_same_task_take_steps_of_their_own() -> None:
+def test_agents_with_equal_requests_take_separate_steps() -> None:
     service = make_service(limited(max_steps=3))
 
     found = [status(ask(service, turns(0), session="", **claude(agent))) for agent in "abacd"]
@@ -146,7 +143,7 @@ def test_agents_with_the_same_task_take_steps_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("kind", "client"), [(kind, client) for kind in (KILL, BLOCK) for client in CLIENTS])
-def test_an_order_about_a_root_ends_its_whole_tree(kind: str, client: Any) -> None:  # noqa: ANN401  # as above
+def test_order_for_a_root_stops_its_whole_tree(kind: str, client: Any) -> None:  # noqa: ANN401  # as above
     service = make_service(limited(max_agents=9))
     agents = [client(), client("a"), client("b", "a"), client("c", "b")]
     send_all(service, agents)
@@ -158,7 +155,7 @@ def test_an_order_about_a_root_ends_its_whole_tree(kind: str, client: Any) -> No
     assert [status(answer) for answer in answers] == [429] * 5 + [200]
 
 
-def test_an_agent_is_stopped_without_its_session() -> None:
+def test_kill_of_an_agent_spares_its_session() -> None:
     service = make_service(limited(max_agents=9))
     requests = [claude(), claude("a"), claude("b")]
     send_all(service, requests)
@@ -171,7 +168,7 @@ def test_an_agent_is_stopped_without_its_session() -> None:
 
 @pytest.mark.parametrize("similarity", ["turns", "exact"])
 @pytest.mark.parametrize("kind", [KILL, BLOCK])
-def test_an_order_about_a_root_concerns_agents_where_only_loops_are_detected(kind: str, similarity: str) -> None:
+def test_order_for_a_root_applies_without_session_limits(kind: str, similarity: str) -> None:
     service = apply_orders(make_service(loops(similarity)), order(kind, IN_ROOT))
 
     assert [status(send(service, 1, **names)) for names in (claude(), claude("a"), claude(root="other"))] == [429, 429, 200]
@@ -188,26 +185,24 @@ def test_an_order_about_a_root_concerns_agents_where_only_loops_are_detected(kin
         ([(KILL, IN_ROOT), (ALLOW, OF_CALLER)], 429),
     ],
 )
-def test_a_kill_without_session_limits_ends_with_a_release(orders: Sequence[tuple[str, Target]], expected: int) -> None:
-    """Of all sessions of a caller, it holds only where these are limited: other requests of the caller are not theirs."""
+def test_release_ends_a_kill_without_session_limits(orders: Sequence[tuple[str, Target]], expected: int) -> None:
     given = [order(kind, target, name=f"o{at}", since=at * 100) for at, (kind, target) in enumerate(orders)]
     service = apply_orders(make_service(loops("turns")), *given)
 
     assert status(send(service, 1, **claude("a"))) == expected
 
 
+# Requests whose last one exceeds a limit of 1, and the flag of `loopguard grant` that allows it.
 OVER = {
     "max_agents": ([claude(), claude("a"), claude("b")], "--agents 1"),
     "max_depth": ([claude(), claude("a"), claude("b", "a")], "--depth 1"),
     "max_concurrent_agents": ([claude(), claude("a"), claude("b")], "--concurrent-agents 1"),
     "max_spawns_per_minute": ([claude(), claude("a"), claude("b")], "--spawns-per-minute 1"),
 }
-"""Requests of which a limit of 1 refuses the last, and what `loopguard grant` allows it with."""
 
 
 @pytest.mark.parametrize("limit", OVER)
-def test_the_refusal_and_the_event_have_the_command_that_lets_the_agent_begin(limit: str) -> None:
-    """What both print lets this agent begin, once it asks again; the next one, and other sessions, are refused as before."""
+def test_printed_grant_allows_exactly_one_more_agent(limit: str) -> None:
     limits: dict[str, Any] = {limit: 1}
     service = make_service(limited(**limits))
     requests, flag = OVER[limit]
@@ -243,7 +238,7 @@ def test_the_refusal_and_the_event_have_the_command_that_lets_the_agent_begin(li
     ],
     ids=["with granted ones", "to whichever agent asks"],
 )
-def test_a_note_says_how_many_agents_have_been_started(
+def test_note_says_how_many_agents_were_started(
     most: int, granted: int, requests: list[dict[str, str]], told: list[str]
 ) -> None:
     service = make_service(limited(max_agents=most, escalate={"steer": {"max_agents": 2}}))
@@ -257,8 +252,7 @@ def test_a_note_says_how_many_agents_have_been_started(
 
 
 @pytest.mark.slow
-def test_grants_of_agents_end_where_trees_are_exact() -> None:
-    """A limit is 1,000 at most, with all grants; then no command is printed. What has no limit gets none."""
+def test_grants_of_agents_end_at_a_thousand() -> None:
     service = make_service(limited(max_agents=999, max_concurrent_agents=1))
     apply_orders(service, order(GRANT, IN_ROOT, grant=Grant(0, 0, 0, 7, 700, 1_000, 7)))
 
@@ -268,8 +262,7 @@ def test_grants_of_agents_end_where_trees_are_exact() -> None:
     assert "operator" not in refused["message"]
 
 
-def test_reports_show_the_tree() -> None:
-    """Each agent behind the one that started it, with its refusals; and events tell of the limit once."""
+def test_report_shows_the_tree_of_agents() -> None:
     service = make_service(limited(max_agents=3))
     send_all(service, [claude(), claude("a"), claude("b"), claude("c", "a"), claude("d"), claude("d")])
     events: list[tuple[str, Any]] = []
@@ -296,7 +289,7 @@ def test_reports_show_the_tree() -> None:
     assert agents[data["gen_ai.agent.id"]] == "d"
 
 
-def test_shadow_policies_count_agents_and_refuse_none() -> None:
+def test_shadow_policy_refuses_no_agents() -> None:
     service = make_service(limited("shadow", max_agents=1))
 
     assert send_all(service, [claude(), claude("a"), claude("b"), claude("c")]) == [""] * 4
@@ -310,8 +303,7 @@ def chat(first: str, calls: Sequence[tuple[str, dict[str, str]]] = ()) -> bytes:
     return json.dumps({**made, "tools": [TOOL]}).encode()
 
 
-def test_sessions_without_names_are_linked_by_what_started_them() -> None:
-    """Their first words are an argument of a call in the history of the session that shows it; limits know nothing of it."""
+def test_unnamed_session_is_linked_to_its_starter() -> None:
     service = make_service(limited(max_steps=9))
     task = "Read every file in this folder, and count the words."
     spawn = [("task", {"description": "count", "prompt": task})]

@@ -1,4 +1,4 @@
-"""Chats and spans of other programs, which are named as not understood, and never as conversations without a loop."""
+"""Chats and spans in unknown formats are reported as not understood, never as conversations without a loop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ SESSION = AgentSession([FAILING] * 8)
 
 
 def make_chat(first: dict[str, Any], *turn: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """A chat in which the same turn is repeated."""
     return {"messages": [first, *[write(number) for number in TURNS for write in turn]]}
 
 
 def constructed(name: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
-    """A message as LangChain serializes it."""
     return {"lc": 1, "type": "constructor", "id": ["langchain", "schema", "messages", name], "kwargs": fields}
 
 
@@ -107,8 +105,7 @@ CHATS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_a_chat_in_the_form_of_no_api_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its keys, on stderr and on the page; the exit code is 1, and nothing says that no conversation looped."""
+def test_chat_in_unknown_format_is_reported(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat, words = CHATS[name]
     (tmp_path / "chat.json").write_text(json.dumps(chat))
     page = tmp_path / "page.html"
@@ -120,8 +117,7 @@ def test_a_chat_in_the_form_of_no_api_is_named(name: str, tmp_path: Path, capsys
     assert (words in page.read_text(), "0 of 0" in page.read_text()) == (True, False)
 
 
-def test_what_was_not_understood_stands_beside_what_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder with a good log and others is scanned, and its first lines say what they are not about."""
+def test_unknown_values_are_reported_beside_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [*write_requests(AgentSession([FAILING]), "chat"), CHATS["slack"][0], CHATS["sharegpt"][0]]
     (tmp_path / "f.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -132,8 +128,7 @@ def test_what_was_not_understood_stands_beside_what_was(tmp_path: Path, capsys: 
     ]
 
 
-def test_other_keys_beside_an_answer_do_no_harm(tmp_path: Path) -> None:
-    """Thoughts, annotations and the like stand beside content and calls in logs of many gateways."""
+def test_extra_keys_of_messages_are_ignored(tmp_path: Path) -> None:
     lines = write_requests(SESSION, "chat")
     for line in lines:
         for message in line["request"]["messages"]:
@@ -144,7 +139,6 @@ def test_other_keys_beside_an_answer_do_no_harm(tmp_path: Path) -> None:
 
 
 def make_export(*spans: dict[str, Any]) -> dict[str, Any]:
-    """Spans with these attributes."""
     made = [
         {
             "traceId": "t",
@@ -170,7 +164,6 @@ AGENT = {"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HI
 
 
 def given(message: dict[str, Any]) -> dict[str, Any]:
-    """A span of a call with this message."""
     return {**GIVEN, "gen_ai.input.messages": json.dumps([{"role": "user", "content": "Fix it."}, message])}
 
 
@@ -192,8 +185,7 @@ def given(message: dict[str, Any]) -> dict[str, Any]:
         (given(UNKNOWN_CALL), "OTLP: tool calls in another form"),
     ],
 )
-def test_spans_that_are_not_understood_are_named(span: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """By the attribute that has the messages; calls that were left out would be answers that say nothing."""
+def test_unknown_spans_are_reported_by_attribute(span: dict[str, Any], words: str, tmp_path: Path) -> None:
     scanned = scan_values(tmp_path, [make_export(span), make_export({"http.method": "POST"})])
 
     (name,) = scanned.problems["unread"].names
@@ -208,8 +200,7 @@ def test_spans_that_are_not_understood_are_named(span: dict[str, Any], words: st
     ],
     ids=["agents beside their calls", "files, which the conventions know"],
 )
-def test_other_spans_and_parts_are_no_problem(values: list[Any], loops: list[str], tmp_path: Path) -> None:
-    """Agents tell once more what the spans of the calls have told, in this line or another one."""
+def test_spans_of_agents_and_files_are_no_problem(values: list[Any], loops: list[str], tmp_path: Path) -> None:
     scanned = scan_values(tmp_path, values)
 
     assert ([loop[0] for loop in scanned.loops], len(scanned.runs), scanned.problems) == (loops, 1, {})

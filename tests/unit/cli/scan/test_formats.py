@@ -1,4 +1,4 @@
-"""Every format is read into the same calls: what loops in one loops in all, with the same tokens."""
+"""Every format gives the same loops with the same tokens."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ from tests.support.transcripts import (
 )
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_text
 
-TRUTH = [
+TRUTH = [  # for each of LOOPING: rule, first call, call with a note, refused call, last call
     ("repeat", 1, 4, 8, 8),
     ("cycle", 1, 6, 14, 16),
     ("cycle", 1, 7, 22, 24),
     ("error", 1, 7, 0, 10),
 ]
-"""Rule, first call, call with a note, refused call and last call of each of LOOPING."""
 
 every_format = pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
 
 
 def make_session(make: Callable[[Random], list[Did]], **more: Any) -> AgentSession:  # noqa: ANN401  # as declared
-    """A session of an agent that does this."""
     random = Random(5)
     return AgentSession(word(make(random), random), **more)
 
@@ -48,10 +46,9 @@ def make_session(make: Callable[[Random], list[Did]], **more: Any) -> AgentSessi
 @pytest.mark.parametrize(
     ("make", "truth"), list(zip(LOOPING, TRUTH, strict=True)), ids=[rule[0] + str(rule[4]) for rule in TRUTH]
 )
-def test_a_loop_is_found_where_it_begins(
+def test_loop_is_found_with_its_calls_and_tokens(
     write: Callable[[AgentSession], list[Any]], make: Callable[[Random], list[Did]], truth: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    """Rule, first call, note and stop are known, and so are the tokens of all calls and of those after note and stop."""
     session = make_session(make)
 
     scanned = scan_values(tmp_path, write(session))
@@ -69,10 +66,9 @@ def test_a_loop_is_found_where_it_begins(
 
 @every_format
 @pytest.mark.parametrize("make", INNOCENT)
-def test_work_is_no_loop(
+def test_progress_is_no_loop(
     write: Callable[[AgentSession], list[Any]], make: Callable[[Random], list[Did]], tmp_path: Path
 ) -> None:
-    """An agent that makes progress, polls with new results, or repairs, is left alone."""
     session = make_session(make)
 
     scanned = scan_values(tmp_path, write(session))
@@ -81,8 +77,7 @@ def test_work_is_no_loop(
 
 
 @every_format
-def test_waiting_gets_a_note_at_most(write: Callable[[AgentSession], list[Any]], tmp_path: Path) -> None:
-    """Short results without an error are no reason to stop, and are told apart."""
+def test_waiting_gets_at_most_a_note(write: Callable[[AgentSession], list[Any]], tmp_path: Path) -> None:
     waiting = [Did((("status", {"job": 7}),), ("running",))] * 10
 
     scanned = scan_values(tmp_path, write(AgentSession(waiting)))
@@ -92,8 +87,7 @@ def test_waiting_gets_a_note_at_most(write: Callable[[AgentSession], list[Any]],
 
 
 @every_format
-def test_a_loop_that_is_left_ends(write: Callable[[AgentSession], list[Any]], tmp_path: Path) -> None:
-    """What the agent does after a loop, and before it, is not counted as part of it."""
+def test_work_around_a_loop_is_not_counted(write: Callable[[AgentSession], list[Any]], tmp_path: Path) -> None:
     random = Random(3)
     before, after = (word([Did((("read", {"n": n}),), (f"line {n}",)) for n in range(k, k + 5)], random) for k in (0, 50))
 
@@ -102,8 +96,7 @@ def test_a_loop_that_is_left_ends(write: Callable[[AgentSession], list[Any]], tm
     assert scanned.loops == [("repeat", 6, 9, 0, 11)]
 
 
-def test_whose_conversation_it_was(tmp_path: Path) -> None:
-    """Project, agent and session come from the transcript, or else from the file."""
+def test_project_agent_and_session_are_read(tmp_path: Path) -> None:
     session = make_session(LOOPING[0], name="s7", project="/src/x", agent="porter", side="a1")
 
     found = {}
@@ -139,12 +132,10 @@ NO_CONTENTS = {"traceId": "t", "attributes": [{"key": "gen_ai.usage.input_tokens
 
 
 def interleave(*sessions: list[Any]) -> list[Any]:
-    """Lines of several sessions, by turns."""
     return [line for lines in zip(*sessions, strict=True) for line in lines]
 
 
 def mix_parallel_calls() -> list[Any]:
-    """A line for each of two parallel calls, with the result of the first one between them."""
     turn = Did((("Read", {"n": 1}), ("Read", {"n": 2})), ("Error: no such file " * 20, "Error: no such file " * 20))
     mixed: list[Any] = []
     for line in write_claude_code(AgentSession([turn] * 8)):
@@ -157,7 +148,6 @@ def mix_parallel_calls() -> list[Any]:
 
 
 def tell_tokens_twice() -> list[Any]:
-    """Newer versions of Codex write a record of usage for each answer before its results, and the count behind them."""
     lines: list[Any] = []
     for line in CODEX:
         lines.append(line)
@@ -168,21 +158,18 @@ def tell_tokens_twice() -> list[Any]:
 
 
 def write_side_chains() -> list[Any]:
-    """Older versions of Claude Code write sub-agents into the session's file, interleaved, and without a name."""
     sessions = [write_claude_code(LOOPED._replace(name=name)) for name in ("a", "b")]
     lines = interleave(*[[line for line in session if "message" in line] for session in sessions])
     return [{**line, "isSidechain": True, "sessionId": "s"} for line in lines]
 
 
 def keep_a_window() -> list[Any]:
-    """Requests of a client that leaves out its oldest messages."""
     turns = word([FAILING] * 10, Random(4))
     bodies = [line["request"]["messages"] for line in write_requests(AgentSession(turns), "chat")]
     return [{"request": {"model": "m", "messages": [*body[:2], *body[2:][-8:]]}} for body in bodies]
 
 
 def log_records() -> list[Any]:
-    """Messages in the attributes of an event that is logged."""
     named = {"eventName": "gen_ai.client.inference.operation.details"}
     records = [
         {**named, "timeUnixNano": span["startTimeUnixNano"], "attributes": span["attributes"], "traceId": span["traceId"]}
@@ -193,7 +180,6 @@ def log_records() -> list[Any]:
 
 
 def wrap(key: str, body: object) -> list[Any]:
-    """A logged request with its body under this key, or one level deeper."""
     return [{key: body, "ts": 1_780_000_000}, {"data": 1, "request": {key: body}}]
 
 
@@ -202,7 +188,6 @@ GONE = "cat: x: No such file or directory, and nothing like it is anywhere near"
 
 
 def with_results(result: object) -> list[Any]:
-    """Lines of Gemini CLI with other results."""
     lines = write_gemini_cli(LOOPED)
     for call in [call for line in lines for call in line.get("toolCalls", ())]:
         call |= {"result": result, "resultDisplay": GONE, "status": "error"}
@@ -306,9 +291,7 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
             8,
             {},
         )
-        for key in ("request", "body", "payload", "kwargs")
-        for as_text in (False, True)
-        for depth in (0, 1)
+        for key, as_text, depth in (("request", False, 1), ("body", True, 0), ("payload", False, 0), ("kwargs", True, 1))
     },
     "requests: keys that lines of transcripts have": (
         [{"type": "request", "body": as_anthropic([FAILING] * count)} for count in range(9)],
@@ -352,7 +335,6 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_forms_are_read(name: str, tmp_path: Path) -> None:
-    """Into the same loops and calls."""
     lines, loops, calls, problems = SPECIAL[name]
 
     scanned = scan_values(tmp_path, lines)
@@ -361,8 +343,7 @@ def test_special_forms_are_read(name: str, tmp_path: Path) -> None:
     assert {told: count for found in scanned.problems.values() for told, count in found.names.items()} == problems
 
 
-def test_conversations_side_by_side_are_told_apart(tmp_path: Path) -> None:
-    """Requests of several conversations of one task, by their histories."""
+def test_interleaved_conversations_are_separated(tmp_path: Path) -> None:
     random = Random(2)
     logs = [write_requests(AgentSession(word([FAILING] * 8, random)), "anthropic") for _ in range(3)]
 
@@ -373,15 +354,13 @@ def test_conversations_side_by_side_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Claude Code: parallel calls are one turn", "Codex: tokens that are told twice"])
-def test_tokens_of_an_answer_count_once(name: str, tmp_path: Path) -> None:
-    """Whichever lines repeat them."""
+def test_repeated_tokens_of_an_answer_count_once(name: str, tmp_path: Path) -> None:
     (run,) = scan_values(tmp_path, SPECIAL[name][0]).runs
 
     assert run.spent.tokens == LOOPED.add_tokens(1, 8)
 
 
-def test_sub_agents_and_forks_keep_their_own_names(tmp_path: Path) -> None:
-    """Sub-agents without a name are called so; the file of a fork has the head of its parent behind its own."""
+def test_sub_agents_and_forks_keep_their_names(tmp_path: Path) -> None:
     own, parent = write_codex(LOOPED._replace(name="own")), write_codex(AgentSession([], name="parent"))
     nested = {**write_atif(AgentSession([FAILING], name="outer")), "subagent_trajectories": [write_atif(LOOPED)]}
 
@@ -394,8 +373,7 @@ def test_sub_agents_and_forks_keep_their_own_names(tmp_path: Path) -> None:
     assert [(run.about.session, len(run.loops)) for run in runs] == [("outer", 0), ("s1", 1)]
 
 
-def test_a_document_of_gemini_cli_is_read_as_its_lines_are(tmp_path: Path) -> None:
-    """Older versions write one, indented; a call with the same id counts once. Folders tell the project and the agent."""
+def test_gemini_cli_document_equals_its_lines(tmp_path: Path) -> None:
     head, *messages = GEMINI
     last = {message["id"]: message for message in messages if "$set" not in message}
     chats = tmp_path / "shop" / "chats"
@@ -419,8 +397,7 @@ def test_a_document_of_gemini_cli_is_read_as_its_lines_are(tmp_path: Path) -> No
     assert {run.about.project for run in runs} == {str(tmp_path / "shop")}
 
 
-def test_copied_steps_are_history_and_cost_nothing(tmp_path: Path) -> None:
-    """After a summary, a trajectory repeats steps of the one before."""
+def test_copied_steps_are_history_without_cost(tmp_path: Path) -> None:
     trajectory = write_atif(LOOPED)
     for step in trajectory["steps"][1:5]:
         step["is_copied_context"] = True
@@ -430,8 +407,7 @@ def test_copied_steps_are_history_and_cost_nothing(tmp_path: Path) -> None:
     assert (run.spent.calls, run.loops[0].noted) == (4, 1)
 
 
-def test_dollars_of_a_trajectory_count(tmp_path: Path) -> None:
-    """It may say what a step cost."""
+def test_dollars_of_a_trajectory_are_used(tmp_path: Path) -> None:
     trajectory = write_atif(LOOPED._replace(model="nobody-knows"))
     for step in trajectory["steps"][1:]:
         step["metrics"]["cost_usd"] = 0.25
@@ -443,15 +419,13 @@ def test_dollars_of_a_trajectory_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lines", [BODIES, CHAT[5:]], ids=["without responses", "from the middle on"])
 def test_tokens_without_usage_are_estimated(lines: list[Any], tmp_path: Path) -> None:
-    """So are those of calls that only later requests show."""
     (run,) = scan_values(tmp_path, lines).runs
 
     assert run.estimated
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_actions_in_texts(style: str, tmp_path: Path) -> None:
-    """Agents without tools write their actions as text."""
+def test_loop_of_actions_in_text_is_found(style: str, tmp_path: Path) -> None:
     turns = word([Did((("run", {"n": 1}),), ("Error: no such thing. " * 15,))] * 8, Random(6))
 
     loops = scan_values(tmp_path, [as_text(turns[:count], STYLES[style]) for count in range(8)]).loops
@@ -459,8 +433,7 @@ def test_actions_in_texts(style: str, tmp_path: Path) -> None:
     assert [loop[1:4] for loop in loops] == [(1, 4, 8)]
 
 
-def test_values_that_are_no_conversations_are_named(tmp_path: Path) -> None:
-    """Embeddings and the like."""
+def test_values_without_conversation_are_reported(tmp_path: Path) -> None:
     scanned = scan_values(tmp_path, [{"model": "m", "messages": [1, 2]}, {"model": "m", "messages": "x"}, {"a": 1}])
 
     assert (scanned.runs, sum(found.count for found in scanned.problems.values())) == ([], 3)

@@ -1,4 +1,4 @@
-"""What sessions took, and the limits that are advised for them."""
+"""The session limits that `scan --limits` recommends."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ HUNDRED = [Total(steps=n, tokens=n, nanos=n * 10**9, agents=0, tools=Counter(rea
         ),
     ],
 )
-def test_limits_stop_one_percent_without_a_loop(totals: list[Total], limits: dict[str, Any], stopped: int) -> None:
-    """Sessions with a loop, and money without prices, count for nothing."""
+def test_limits_stop_one_percent_without_loops(totals: list[Total], limits: dict[str, Any], stopped: int) -> None:
     found = recommend_limits(totals)
 
     assert (found["session_limits"], found["stopped"]) == (limits, stopped)
 
 
-def test_limits_of_examples_are_valid_in_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What --limits prints can be copied."""
+def test_printed_limits_are_valid_in_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, "scan", "--limits", str(ROOT / "examples" / "transcripts"))
     limits = json.loads(run.out[run.out.rindex('{\n  "session_limits"') :])["session_limits"]
     assert limits.keys() >= {"max_steps", "max_tool_calls", "max_calls_per_tool"}

@@ -1,4 +1,4 @@
-"""What `loopguard scan` says: for people, for programs, and by exit code."""
+"""The report of `loopguard scan`, as text and JSON, and its exit codes."""
 
 from __future__ import annotations
 
@@ -28,23 +28,20 @@ FAILING = Did((("check", {"part": "secret-part"}),), ("Error: secret-part is bro
 
 
 def scan(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    """The report about these paths."""
     run = Run(capsys, "scan", "--json", *map(str, arguments))
     assert run.code == 0
     document: dict[str, Any] = json.loads(run.out)
     return document
 
 
-def test_the_example_set_is_generated() -> None:
-    """It is what its program writes, and small."""
+def test_examples_are_current() -> None:
     found = {str(file.relative_to(EXAMPLES)): file.read_text() for file in EXAMPLES.rglob("*") if file.is_file()}
 
     assert found == list_examples()
     assert sum(map(len, found.values())) < 200_000
 
 
-def test_the_example_set_holds_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """Five agents loop, one waits, the others work; each format, project, agent and tool has its share."""
+def test_report_on_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     report = scan(capsys, EXAMPLES)
 
     assert (report["conversations"], report["looped"], report["only_noted"], report["loops"]) == (12, 5, 1, 5)
@@ -64,8 +61,7 @@ def test_the_example_set_holds_what_it_says(capsys: pytest.CaptureFixture[str]) 
     assert report["after_note"]["dollars"] > report["after_stop"]["dollars"] > 0
 
 
-def test_people_read_what_would_be_saved_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """Then the worst loop, call by call, where the loops are, and the next worst."""
+def test_text_has_savings_then_the_worst_loop(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, "scan", "--show", "--top", "2", str(EXAMPLES))
 
     assert run.code == 0
@@ -91,10 +87,9 @@ def test_people_read_what_would_be_saved_first(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("folder", ["", ".claude/projects"])
-def test_without_transcripts_an_example_is_offered(
+def test_error_without_transcripts_suggests_the_examples(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error says where it looked, and what can be scanned in a checkout."""
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -105,8 +100,7 @@ def test_without_transcripts_an_example_is_offered(
     assert told.endswith("; name files or folders, or try `loopguard scan examples/transcripts` in a checkout")
 
 
-def test_a_scan_starts_nothing_heavy() -> None:
-    """A report in a terminal imports no server, no store, and no template engine."""
+def test_scan_imports_no_server() -> None:
     code = (
         "import sys; from extproc.cli.main import main; main(['scan', 'examples/transcripts']);"
         "print(*{name.partition('.')[0] for name in sys.modules})"
@@ -116,8 +110,7 @@ def test_a_scan_starts_nothing_heavy() -> None:
     assert {"google", "grpc", "h2", "jinja2", "redis", "uvloop"} & set(told.splitlines()[-1].split()) == set()
 
 
-def test_contents_are_shown_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --show, a turn is a hash and a size, in every output."""
+def test_contents_need_the_flag_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
     page = tmp_path / "page.html"
 
@@ -131,8 +124,7 @@ def test_contents_are_shown_only_on_request(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_count_once(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each call of sessions that are continued or forked counts once, whichever file is read first."""
+def test_copied_calls_count_once(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common, own, other = [WORKING, *[FAILING] * 8], [FAILING] * 3, [WORKING, FINE, *[ANOTHER] * 7]
     parent = AgentSession([*common, *own], name="parent")
     resumed = parent._replace(turns=[*parent.turns, FAILING], name="resumed")
@@ -169,10 +161,9 @@ FOLLOWED = "followed Loopguard's note at the third identical turn, it would have
     ],
     ids=["no stop", "no price", "no usage", "no loop"],
 )
-def test_a_report_says_only_what_is_known(
+def test_text_says_only_what_is_known(
     lines: list[Any], said: str, unsaid: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a refusal saves of loops that reached one, dollars of models with a price, and whether tokens are estimated."""
     write_lines(tmp_path / "f.jsonl", lines)
 
     run = Run(capsys, "scan", str(tmp_path))
@@ -181,8 +172,7 @@ def test_a_report_says_only_what_is_known(
     assert said != "0 of 1 conversation looped." or len(run.out.splitlines()) < 5
 
 
-def test_tokens_without_a_price_have_no_dollars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """None are made up for programs, either."""
+def test_tokens_without_price_have_no_dollars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "f.jsonl", write_claude_code(UNPRICED))
 
     report = scan(capsys, tmp_path)
@@ -190,8 +180,7 @@ def test_tokens_without_a_price_have_no_dollars(tmp_path: Path, capsys: pytest.C
     assert (report["after_note"]["dollars"], report["spent"]["unpriced_tokens"]) == (None, report["spent"]["tokens"])
 
 
-def test_only_the_last_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--since leaves out files that were not changed, and conversations that ended before."""
+def test_since_ignores_older_files_and_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     write_lines(old, write_claude_code(AgentSession([FAILING] * 8, name="old")))
     now = AgentSession([FAILING] * 8, name="new")._replace(
@@ -206,8 +195,7 @@ def test_only_the_last_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(scan(capsys, tmp_path)["found"]) == 2
 
 
-def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Problems are on stderr and in the report, each with what it is, how often, and where first."""
+def test_problems_are_warnings_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
     file.write_bytes(file.read_bytes() + b"{cut off\n" + b'{"type":"hologram","sessionId":"s1"}\n')
     (tmp_path / "picture").write_bytes(b"\x89PNG")
@@ -237,32 +225,18 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
     ],
 )
-def test_errors_say_what_would_be_right(
+def test_usage_error_says_what_would_be_right(
     arguments: list[str], code: int, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line each."""
     run = Run(capsys, "scan", *[argument.format(empty=tmp_path) for argument in arguments])
 
     assert run.code == code
     assert run.err.splitlines()[-1] == complaint.format(empty=tmp_path)
 
 
-def test_the_usual_places_are_said_aloud(
+def test_bug_in_reading_costs_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a path, what is read is told."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write_lines(tmp_path / ".claude/projects/p/s.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
-
-    run = Run(capsys, "scan")
-
-    assert run.err.splitlines() == [f"scanning {tmp_path}/.claude/projects"]
-    assert "1 of 1 conversation looped." in run.out
-    assert "~/.claude/projects/p/s.jsonl:" in run.out
-
-
-def test_a_mistake_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """If reading a file fails as nothing should, the others are reported, and the file is named."""
     for name in ("a", "b"):
         write_lines(tmp_path / f"{name}.jsonl", [write_atif(AgentSession([FAILING] * 8, name=name))])
     read = Atif.read
@@ -278,3 +252,12 @@ def test_a_mistake_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     assert "1 of 1 conversation looped." in run.out
     assert f"please report it: AssertionError (1) ({tmp_path}/a.jsonl:1)" in run.err
+
+
+def test_files_below_home_are_shown_with_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_lines(tmp_path / ".claude/projects/p/s.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
+
+    assert "~/.claude/projects/p/s.jsonl:" in Run(capsys, "scan").out

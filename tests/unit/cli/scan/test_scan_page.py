@@ -1,4 +1,4 @@
-"""The page of `loopguard scan --html`: whole by itself, true to the report, and harmless whatever a transcript holds."""
+"""The page of `scan --html` is complete by itself, and harmless whatever a transcript holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Run
+from tests.support.extent import deepen
 from tests.support.pages import Outline
 from tests.support.transcripts import FORMATS, AgentSession, write_lines
 from tests.support.turn_writers import Did
@@ -25,15 +26,13 @@ ATTACKS = (
 
 
 def make_session(attack: str) -> AgentSession:
-    """A loop with an attack in every name and text."""
     turn = Did(((attack, {attack: attack}),), (f"Error: {attack} " * 20,))
     return AgentSession([turn] * 8, name=attack, project=attack, agent=attack, model=attack)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_names_and_contents_are_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No element, no attribute and no address on the page comes from a transcript, nor from what is not understood in it."""
+@pytest.mark.parametrize("name", deepen(FORMATS, "claude code", "responses", "otlp messages"))
+def test_names_and_contents_are_escaped(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, outlines = tmp_path / "page.html", []
     for attacks in (ATTACKS, ["plain" * 5] * len(ATTACKS)):
         lines = [line for attack in attacks for line in FORMATS[name](make_session(attack))]
@@ -48,8 +47,7 @@ def test_names_and_contents_are_text(name: str, tmp_path: Path, capsys: pytest.C
     assert {"script", "img"} & set(hostile.elements) == set()
 
 
-def test_the_page_is_whole_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has all that the report says, and a policy that forbids it to load or run anything."""
+def test_page_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lines(tmp_path / "f.jsonl", FORMATS["claude code"](make_session("sharpen")))
     page = tmp_path / "page.html"
 

@@ -45,12 +45,11 @@ TURNS = st.builds(
 
 
 def describe(loop: Repeat | None) -> str:
-    """All that the detector says of a loop."""
     return "" if loop is None else f"{loop.rule} {loop.count} {loop.strength} {loop.step} {loop.held}"
 
 
 def find_live(shape: str, turns: list[Did]) -> str:
-    """What the detector makes of a whole request."""
+    """What the detector finds in a whole request."""
     try:
         document = Document(json.dumps(SHAPES[shape](turns)).encode())
         return describe(JUDGING.turns.find_loop(JUDGING.turns.rule.read(document)))
@@ -65,7 +64,7 @@ def make_watch(key: str = "messages", *, tools: bool = True) -> tuple[Watch, lis
 
 
 def find_scanned(shape: str, turns: list[Did]) -> list[str]:
-    """What it makes of each request if only new turns are read."""
+    """What `scan` finds at each turn, reading only the new messages."""
     key = {"gemini": "contents", "responses": "input"}.get(shape, "messages")
     watch, _ = make_watch(key, tools=False)
     found, shown = [], len(SHAPES[shape]([])[key])
@@ -80,23 +79,20 @@ def find_scanned(shape: str, turns: list[Did]) -> list[str]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @given(turns=st.lists(TURNS, min_size=1, max_size=6), order=st.lists(st.integers(0, 5), max_size=40))
-def test_each_call_is_judged_as_its_request_would_be(shape: str, turns: list[Did], order: list[int]) -> None:
-    """Whatever an agent does in whatever order, reading only new turns finds what reading whole requests does."""
+def test_calls_are_judged_as_their_requests(shape: str, turns: list[Did], order: list[int]) -> None:
     done = [turns[number % len(turns)]._replace(number=place) for place, number in enumerate(order, 1)]
     done = [turn._replace(calls=turn.calls, results=turn.results[: len(turn.calls)]) for turn in done]
 
     assert find_scanned(shape, done) == [find_live(shape, done[:count]) for count in range(1, len(done) + 1)]
 
 
-def test_large_turns_are_compared_as_hashes() -> None:
-    """A turn of megabytes is not kept, and a loop of such turns is found all the same."""
+def test_loop_of_large_turns_is_found() -> None:
     large = Did((("read", {"path": "a"}),), ("Error: " + "x" * 400_000,))
 
     assert find_scanned("chat", [large] * 4)[2:] == ["repeat 3 strong 0 False", "repeat 4 strong 0 False"]
 
 
 def test_only_the_newest_turns_are_kept() -> None:
-    """Memory does not grow with a conversation."""
     watch, done = make_watch()
     for number in range(100):
         watch.ask(ModelCall(PLACE))
@@ -107,8 +103,7 @@ def test_only_the_newest_turns_are_kept() -> None:
     assert (len(history.newest(100)), done[0].spent.calls) == (32, 100)
 
 
-def test_calls_behind_what_cannot_be_read_are_not_judged() -> None:
-    """As for live requests: a loop may reach back to it."""
+def test_calls_after_an_unreadable_message_are_not_judged() -> None:
     watch, done = make_watch()
     text = {"type": "text", "text": "x"}
     for content in (*[[text]] * 4, [text] * 200_000, *[[text]] * 4):
