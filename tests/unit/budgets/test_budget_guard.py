@@ -171,6 +171,16 @@ def test_period_has_stages_and_ends_by_calendar() -> None:
     assert metadata_of(later)["ratelimit_remaining"] == "4"
 
 
+@pytest.mark.parametrize(("period", "seconds"), [("5m", 240), ("1h", 3_540), ("1d", 43_140), ("7d", 215_940)])
+def test_periods_begin_by_the_calendar(period: str, seconds: int) -> None:
+    service, clock = serve(limited(rule("cost_based", budget=1, period=period, staged_actions=REJECT)))
+    clock.now = NOON + 60_000  # on a Thursday
+
+    answers = [ask(service) for _ in range(2)]
+
+    assert headers_of(answers[1])["Retry-After"] == str(seconds)
+
+
 @pytest.mark.parametrize("stays", [True, False])
 def test_delayed_request_pays_only_if_sent_upstream(stays: bool) -> None:
     stages = [{"threshold_percent": 20, "action": "throttle", "delay_ms": 1}, *REJECT]
