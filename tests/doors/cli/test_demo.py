@@ -75,7 +75,7 @@ def listens(port: int) -> bool:
 
 def test_demo_refuses_a_loop_until_ctrl_c(tmp_path: Path) -> None:
     """It also warns, follows an edited policy, and suggests only requests that the policy guards."""
-    policy = shutil.copy(SAMPLE, tmp_path)
+    policy = Path(shutil.copy(SAMPLE, tmp_path))
     demo = Demo(policy, tmp_path / "demo.log")
     try:
         statuses = [demo.post("/v1/chat/completions") for _ in range(6)]

@@ -28,7 +28,7 @@ def test_number_of_processes_does_not_change_the_report(tmp_path: Path) -> None:
         lines = write_claude_code(session) if number % 2 else write_codex(session)
         size += write_lines(tmp_path / f"p{number % 3}" / f"{number}.jsonl", lines).stat().st_size
 
-    command = [LOOPGUARD, "scan", "--json", str(tmp_path), "--jobs"]
+    command = [str(LOOPGUARD), "scan", "--json", str(tmp_path), "--jobs"]
     alone, shared = [subprocess.run([*command, jobs], capture_output=True, text=True, check=False) for jobs in "12"]
 
     assert (alone.returncode, shared.returncode, shared.stderr) == (0, 0, "")

@@ -100,6 +100,7 @@ STRAY = [
     make_record(8_000_000_000, "mallory"),
     *(make_record(number) for number in range(2, 6)),
 ]
+LIMITED = {"id": "p", "spec": {"selector": ANY, **USER, "session_limits": {"max_steps": 9}, "unnamed_limits": {"max_steps": 2}}}
 LOGS: dict[str, tuple[list[Any], Any, dict[str, Any], dict[str, int], int]] = {
     # lines, policies, what each policy leaves uncounted or else refuses, problems, and the exit code with --strict
     "the clock is the log's": ([make_record(number * 61) for number in range(6)], None, {"p": 0}, {}, 0),
@@ -121,6 +122,7 @@ LOGS: dict[str, tuple[list[Any], Any, dict[str, Any], dict[str, int], int]] = {
         0,
     ),
     "checksums of bodies": ([SUMMED] * 3, BY_BODY, {"exact": 1, **NO_BODIES}, {}, 0),
+    "session limits without bodies": ([SUMMED | {"path": CHAT}] * 3, bundle(LIMITED), {"p": {"no_body": 3}}, {}, 0),
     "neither bodies nor checksums": ([BARE] * 3, BY_BODY, {"exact": {"no_body": 3}, **NO_BODIES}, {}, 0),
     "gRPC": (
         [BARE | {"unknown": "grpc"}] * 3,
@@ -411,23 +413,7 @@ def test_every_guard_judges_records_with_bodies(kind: str, replay: Callable[...,
     assert found["refused"] >= 1
 
 
-@pytest.mark.parametrize("kind", ["turns", "session_limits"])
-def test_record_without_body_is_uncounted_by_body_guards(kind: str, replay: Callable[..., Replayed]) -> None:
-    service = make_service(GUARDS[kind], record=True)
-    content = json.dumps(as_chat([STUCK] * 5)).encode()
-    answers = [exchange(service, headers(CHAT, x_user_id="ann", x_run="r"), body(content))[-1] for _ in range(3)]
-    lines = [{"loop_record": metadata_of(decoded(answer))["record"]} for answer in answers]
-
-    found = replay(write_lines(lines), policies=bundle(GUARDS[kind])).find()
-
-    assert (found["uncounted"], found["refused"]) == ({"no_body": 3}, 0)
-
-
-LIMITED = {"id": "p", "spec": {"selector": ANY, **USER, "session_limits": {"max_steps": 9}, "unnamed_limits": {"max_steps": 2}}}
-
-
 def write(text: str, turns: int = 0) -> str:
-    """A request that shows this many turns."""
     messages = [{"role": "user", "content": text}]
     for number in range(turns):
         messages += [{"role": "assistant", "content": f"step {number}"}, {"role": "user", "content": "go on"}]
