@@ -10,7 +10,7 @@ import gc
 import json
 import sys
 from hashlib import blake2b
-from time import perf_counter_ns, thread_time
+from time import perf_counter_ns
 
 from extproc.engine.plan import Detector
 from extproc.metrics import Metrics
@@ -28,48 +28,28 @@ _CHUNK = 10_000
 _LIMIT_MB = 300
 _LIMIT_STALL_MS = 50
 
-_REQUIRED = "sliding_ttl"  # the default window; the others for information
-
 
 def run(*, quick: bool) -> list[Row]:
-    rows = []
-    kinds = ("sliding_ttl", "sliding_log", "fixed")
-    for number, kind in enumerate(kinds, 1):
-        progress(f"memory: {kind}", number, len(kinds))
-        rows += _rows(kind, _MILLION // 10 if quick else _MILLION)
-    return rows
-
-
-def _rows(kind: str, count: int) -> list[Row]:
-    found = run_module("tests.bench.memory", kind, str(count))
-    required = kind == _REQUIRED
+    count = _MILLION // 10 if quick else _MILLION
+    progress("memory", 1, 1)
+    found = run_module("tests.bench.memory", str(count))
     note = "" if count == _MILLION else f"projected from {count:,}"
     return [
-        Row(f"{kind}: memory", found["mb"] * _MILLION / count, "MB", _LIMIT_MB if required else None, note),
-        Row(f"{kind}: longest call", found["longest_ms"], "ms", _LIMIT_STALL_MS if required else None, "wall time"),
-        Row(f"{kind}: a new fingerprint", found["first_us"], "us"),
-        Row(f"{kind}: a known fingerprint", found["again_us"], "us"),
+        Row("memory", found["mb"] * _MILLION / count, "MB", _LIMIT_MB, note),
+        Row("longest call", found["longest_ms"], "ms", _LIMIT_STALL_MS, "wall time"),
     ]
 
 
-def fill(kind: str, count: int) -> dict[str, float]:
-    detector = samples.engine([samples.policy(window_type=kind, window_seconds=86_400)]).plans[0].detectors[0]
+def fill(count: int) -> dict[str, float]:
+    detector = samples.engine([samples.policy(window_seconds=86_400)]).plans[0].detectors[0]
     store = MemoryStore(Metrics())
     gc.collect()
     gc.freeze()  # as the server does once it has started
     before = resident_mb()
-    chunks = range(0, count, _CHUNK)
-    first = [_count(store, _hits(detector, start)) for start in chunks]
-    grown = resident_mb() - before
-    again = [_count(store, _hits(detector, start)) for start in chunks[:: max(1, len(chunks) // 10)]]
+    longest = max(_count(store, _hits(detector, start)) for start in range(0, count, _CHUNK))
     if len(store) != count:
-        raise RuntimeError(f"the store keeps {len(store)} fingerprints, not {count}")
-    return {
-        "mb": grown,
-        "longest_ms": max(longest for longest, _ in first) / 1e6,
-        "first_us": sum(spent for _, spent in first) / count * 1e6,
-        "again_us": sum(spent for _, spent in again) / (len(again) * _CHUNK) * 1e6,
-    }
+        raise RuntimeError(f"the store has {len(store)} fingerprints, not {count}")
+    return {"mb": resident_mb() - before, "longest_ms": longest / 1e6}
 
 
 def _hits(detector: Detector, start: int) -> list[Hit]:
@@ -83,15 +63,14 @@ def _hits(detector: Detector, start: int) -> list[Hit]:
     return hits
 
 
-def _count(store: MemoryStore, hits: list[Hit]) -> tuple[int, float]:
+def _count(store: MemoryStore, hits: list[Hit]) -> int:
     longest = 0
-    started = thread_time()
     for hit in hits:
         before = perf_counter_ns()
         store.hit((hit,))
         longest = max(longest, perf_counter_ns() - before)
-    return longest, thread_time() - started
+    return longest
 
 
 if __name__ == "__main__":
-    print(json.dumps(fill(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(fill(int(sys.argv[1]))))

@@ -1,6 +1,6 @@
 """How long a reload of 10,000 policies blocks the event loop.
 
-It runs in a process of its own (`python -m tests.bench.reload FILES POLICIES CHANGES`): the real reloader watches real files,
+It runs in a process of its own (`python -m tests.bench.reload POLICIES CHANGES`): the real reloader watches real files,
 beside a task that sleeps a millisecond at a time and notes how late it wakes.
 """
 
@@ -39,17 +39,13 @@ _TIMEOUT = 30
 
 
 def run(*, quick: bool) -> list[Row]:
-    rows = []
-    for number, (name, files) in enumerate((("one file", 1), ("100 files", 100)), 1):
-        progress(f"reload: {name}", number, 2)
-        found = run_module("tests.bench.reload", str(files), str(_POLICIES), "3" if quick else "7")
-        rows += [
-            Row(f"{name}: longest stall of the loop", found["stall_ms"], "ms", _LIMIT_STALL_MS, "median of the reloads"),
-            Row(f"{name}: the same while idle", found["idle_ms"], "ms"),
-            Row(f"{name}: time-weighted median delay of the loop during a reload", found["late_ms"], "ms", _LIMIT_LATE_MS),
-            Row(f"{name}: from change to effect", found["seconds"], "s", _LIMIT_SECONDS),
-        ]
-    return rows
+    progress("reload", 1, 1)
+    found = run_module("tests.bench.reload", str(_POLICIES), "3" if quick else "7")
+    return [
+        Row("longest stall of the loop", found["stall_ms"], "ms", _LIMIT_STALL_MS, "median of the reloads"),
+        Row("time-weighted median delay of the loop during a reload", found["late_ms"], "ms", _LIMIT_LATE_MS),
+        Row("from change to effect", found["seconds"], "s", _LIMIT_SECONDS),
+    ]
 
 
 class Ticker:
@@ -69,19 +65,15 @@ class Ticker:
         return gaps[bisect(spent, spent[-1] / 2)] * 1000, gaps[-1] * 1000
 
 
-def _write(directory: Path, files: int, policies: int, version: int) -> None:
-    """Policies in files of equal size; each version changes the first file."""
-    each = policies // files
-    for file in range(files if version == 1 else 1):
-        numbers = range(file * each, (file + 1) * each)
-        listed = [samples.policy(n, {"pathExact": f"/v1/tools/{n:05d}"}, cooldown_seconds=version) for n in numbers]
-        fresh = directory / ".fresh"
-        fresh.write_bytes(samples.bundle(listed, version))
-        fresh.replace(directory / f"{file:03d}.json")
+def _write(directory: Path, policies: int, version: int) -> None:
+    listed = [samples.policy(n, {"pathExact": f"/v1/tools/{n:05d}"}, cooldown_seconds=version) for n in range(policies)]
+    fresh = directory / ".fresh"
+    fresh.write_bytes(samples.bundle(listed, version))
+    fresh.replace(directory / "policies.json")
 
 
-async def measure(directory: Path, files: int, policies: int, changes: int) -> dict[str, float]:
-    _write(directory, files, policies, 1)
+async def measure(directory: Path, policies: int, changes: int) -> dict[str, float]:
+    _write(directory, policies, 1)
     reloader = Reloader(Settings(policy=(str(directory),)), Metrics())
     serving = samples.service(reloader.engine)
     gc.freeze()  # as the server does once it listens
@@ -94,13 +86,11 @@ async def measure(directory: Path, files: int, policies: int, changes: int) -> d
     tasks = [asyncio.create_task(ticker.run()), asyncio.create_task(reloader.watch(swap))]
     await asyncio.sleep(_SETTLE)
     sys.setswitchinterval(SWITCH_SECONDS)  # as the server does
-    idle, stalls, late, seconds = [], [], [], []
+    stalls, late, seconds = [], [], []
     for version in range(2, changes + 2):
-        ticker.take()
         await asyncio.sleep(1)
-        idle.append(ticker.take()[1])
         swapped.clear()
-        await asyncio.to_thread(_write, directory, files, policies, version)
+        await asyncio.to_thread(_write, directory, policies, version)
         ticker.take()
         started = perf_counter()
         async with asyncio.timeout(_TIMEOUT):
@@ -113,15 +103,15 @@ async def measure(directory: Path, files: int, policies: int, changes: int) -> d
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    found = {"stall_ms": stalls, "idle_ms": idle, "late_ms": late, "seconds": seconds}
+    found = {"stall_ms": stalls, "late_ms": late, "seconds": seconds}
     return {name: median(values) for name, values in found.items()}
 
 
-def main(files: int, policies: int, changes: int) -> None:
+def main(policies: int, changes: int) -> None:
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(asyncio.run(measure(Path(directory), files, policies, changes))))
+        print(json.dumps(asyncio.run(measure(Path(directory), policies, changes))))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:3]))

@@ -91,16 +91,6 @@ def test_precision_lists_wrong_and_early_actions(tmp_path: Path, capsys: pytest.
     assert refused["wrong"][0]["place"] == f"{tmp_path}/set.gz:1"
 
 
-def test_precision_varies_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--detector", "turns", "--vary", "threshold_identical_requests=2,4", "--vary", "similarity=turns,tool_calls")
-
-    found = Measured(tmp_path, capsys, [{"label": LOOP, **FORMATS["chat"](work(2, again=9))}], *flags)
-
-    names = [f"agents.threshold_identical_requests-{n}.similarity-{kind}" for n in (2, 4) for kind in ("turns", "tool_calls")]
-    assert [each["policy"] for each in found.document["settings"]] == names
-    assert [found.find(policy=name)["acted_on"]["turns"]["median"] for name in names] == [2, 2, 4, 4]
-
-
 @pytest.mark.parametrize("key", ["header:x-team", "jwt:sub", "query:user", "credential"])
 def test_precision_gives_each_conversation_a_caller(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = bundle(policy("p", ANY, limit_keys=[key], similarity="tail", threshold_identical_requests=2))
@@ -171,25 +161,6 @@ def test_precision_reports_invalid_lines(
 
     assert (found.code, found.document["conversations"]) == (1, 1)
     assert found.error.startswith(f"error: set:2: {told}")
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "told"),
-    [
-        (("--vary", "threshold"), 2, "--vary must be KEY=VALUE,..."),
-        (("--vary", "window_calls=2"), 2, "no detector has all of these keys: window_calls"),
-        (("--vary", "threshold_identical_requests=99"), 1, "threshold_identical_requests must be <= "),
-        (("--vary", "tools=[1"), 2, "'[1' is no JSON list"),
-        (("--detector", "none"), 2, "--detector must be one of turns, again, all"),
-    ],
-)
-def test_precision_explains_usage_errors(
-    flags: tuple[str, ...], code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Measured(tmp_path, capsys, [{"label": HONEST, **CHAT}], *flags)
-
-    assert found.code == code
-    assert told in found.error
 
 
 @pytest.mark.parametrize(

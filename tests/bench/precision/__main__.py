@@ -38,15 +38,13 @@ from extproc.cli.replay.records import UnusableError
 from extproc.cli.replay.table import add_row, make_console, make_table, print_table
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
-from extproc.policy.loader import PolicySet
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from extproc.request.document import limit_integers
 from tests.bench.precision.conversations import read_conversation
-from tests.bench.precision.measure import LEVELS, Precision, count_conversations, list_kinds, read_values, summarize, vary
+from tests.bench.precision.measure import LEVELS, Precision, count_conversations, list_kinds, summarize
 
 _MAX_ENTRIES = 1_000_000
 _MOST_ERRORS = 20
-_MOST_SETTINGS = 64
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,14 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_policy_flag(parser, required=False)
     parser.add_argument("set", nargs="+", type=Path, metavar="SET", help="labelled conversations, one per line, plain or .gz")
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,...",
-        help="try these values of a key of loop_detection, or a JSON list of values; repeatable",
-    )
-    parser.add_argument("--detector", metavar="NAME", help="only this detector: change and show no other")
     parser.add_argument("--seconds", type=float, default=10.0, help="time between two requests of a conversation (default 10)")
     parser.add_argument("--kinds", action="store_true", help="also show each kind of conversation")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
@@ -80,15 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     limit_integers()
-    policies = _load_settings(options)
+    policies = load_policies(options.policy or [find_preset(DEFAULT_PRESET)])
     engine = compile_policies(policies)
     judge = Judge(engine, _MAX_ENTRIES, pinned=[plan.id for plan in engine.plans])
     precision = Precision(judge, policies, options.seconds)
-    settings = [each for each in precision.settings.values() if options.detector in (None, each.detector)]
-    if not settings:
-        raise UsageError(f"--detector must be one of {', '.join(dict.fromkeys(name for _, name in precision.settings))}")
-    if len(settings) > _MOST_SETTINGS:
-        raise UsageError(f"{len(settings)} settings are too many to compare: at most {_MOST_SETTINGS}")
+    settings = list(precision.settings.values())
     errors = [problem for path in options.set for problem in _judge_file(precision, path)]
     for problem in errors[:_MOST_ERRORS]:
         print(escape_controls(f"error: {problem}"), file=sys.stderr)
@@ -103,15 +89,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_tables(document, settings if options.kinds else ())
     return 1 if errors else 0
-
-
-def _load_settings(options: argparse.Namespace) -> PolicySet:
-    policies = load_policies(options.policy or [find_preset(DEFAULT_PRESET)])
-    pairs = [wish.partition("=") for wish in options.vary]
-    if not all(equals for _, equals, _ in pairs):
-        raise UsageError("--vary must be KEY=VALUE,..., such as threshold_identical_requests=2,3,5")
-    wishes = [(key, read_values(values)) for key, _, values in pairs]
-    return vary(policies, wishes, options.detector) if wishes else policies
 
 
 def _judge_file(precision: Precision, path: Path) -> list[str]:

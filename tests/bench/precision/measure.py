@@ -6,27 +6,19 @@ that shows some of it is acted on; acting on an earlier request is too early. Sh
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
-from itertools import product
 from math import sqrt
 from statistics import median
 from typing import Any, NamedTuple
-
-import msgspec
 
 from extproc.cli.packed import FilePlace
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import Record, Recorded
 from extproc.decision import Action
-from extproc.detectors import KINDS, Similarity
-from extproc.detectors.keys import SimilarityKeys
 from extproc.engine.recording import VERSION
-from extproc.errors import UsageError
-from extproc.policy.loader import PolicySet, parse
+from extproc.policy.loader import PolicySet
 from tests.bench.precision.conversations import Label, Labelled
 
 LEVELS = ("acted on", "refused")
@@ -39,7 +31,6 @@ _Z = 1.959964
 _BEGIN_MS = 1_700_000_000_000
 _ADDRESS = "192.0.2.1"
 _ID = re.compile(r"[^A-Za-z0-9_.-]+")
-_LONGEST_ID = 128
 
 
 class Proportion(NamedTuple):
@@ -154,52 +145,6 @@ def _note(touched: tuple[list[int], list[int]], number: int, *, refused: bool) -
             numbers.append(number)
 
 
-def vary(policies: PolicySet, wishes: Sequence[tuple[str, list[Any]]], detector: str | None) -> PolicySet:
-    """A copy of each policy for each combination of values of keys.
-
-    Args:
-        policies: policies to vary.
-        wishes: keys of loop_detection, each with its values.
-        detector: name of the entries to change; None changes all that have the keys.
-
-    Raises:
-        UsageError: no entry has all of the keys.
-        BundleErrors: a combination is invalid.
-    """
-    made = []
-    for policy in policies.list_acting():
-        names = [name for name, _ in policy.spec.detectors()]
-        for values in product(*[values for _, values in wishes]):
-            document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
-            loops = document["spec"]["loop_detection"]
-            entries = [entry for entry in loops if entry.get("enabled")] if isinstance(loops, list) else [loops]
-            pairs = [(key, value) for (key, _), value in zip(wishes, values, strict=True)]
-            changed = [entry for name, entry in zip(names, entries, strict=True) if detector in (None, name)]
-            if sum([_change(entry, pairs) for entry in changed]):
-                told = "".join(f".{key}-{value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs)
-                document["id"] = _ID.sub("_", policy.id + told)[:_LONGEST_ID]
-                made.append(document)
-    if not made:
-        raise UsageError(f"--vary: no detector has all of these keys: {', '.join(key for key, _ in wishes)}")
-    return parse({"--vary": json.dumps(made).encode()}, datetime.now(UTC))
-
-
-def _change(entry: dict[str, Any], pairs: Sequence[tuple[str, Any]]) -> bool:
-    """Set these values in an entry. Returns whether it has all of the keys."""
-    wished = dict(pairs)
-    kind = KINDS.get(wished.get("similarity", entry.get("similarity", "exact")))
-    if kind is None or not all(_has(kind, key) for key in wished):
-        return False
-    entry |= wished
-    for key in [key for key in entry if not _has(kind, key)]:  # a key of the previous similarity
-        del entry[key]
-    return True
-
-
-def _has(kind: type[Similarity], key: str) -> bool:
-    return key == "similarity" or key in kind.keys.model_fields or key not in SimilarityKeys.model_fields
-
-
 def summarize(setting: Setting) -> dict[str, Any]:
     return {
         "policy": setting.policy,
@@ -258,21 +203,3 @@ def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, lis
         chosen = [[each for each in judged if (each.label.kind, each.label.loop) == (kind, loop)] for judged in rows]
         found = [tuple(sum(bool(each.touched[level]) for each in judged) for level in (0, 1)) for judged in chosen]
         yield kind, "loop" if loop else "other", len(chosen[0]), [(acted, refused) for acted, refused in found]
-
-
-def read_values(text: str) -> list[Any]:
-    """The values of a flag: a JSON list, or values separated by commas, each JSON or text."""
-    if text.startswith("["):
-        try:
-            values = msgspec.json.decode(text.encode())
-        except msgspec.DecodeError:
-            raise UsageError(f"--vary: {text!r} is no JSON list") from None
-        return list(values)
-    return [_read_value(part) for part in text.split(",")]
-
-
-def _read_value(text: str) -> Any:  # noqa: ANN401  # JSON
-    try:
-        return msgspec.json.decode(text.encode())
-    except msgspec.DecodeError:
-        return text
