@@ -101,6 +101,7 @@ def find_compiled() -> set[str]:
     return {f"test_{place}" if place.endswith(".py") else place for place in places}
 
 
+@cache
 def find_builds(path: Path) -> set[str]:
     """What `make test` runs a module on, by its folder; `make test-pure` runs all of them on the sources.
 
@@ -152,7 +153,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 def pytest_collection_finish() -> None:
     """Take what was imported out of the garbage collector's rounds: with the SDKs these are a million objects."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -8,7 +8,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,6 +22,7 @@ from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, cpu_us, process_cpu, ratio, spread
 from tests.support.envoy_logs import add_entry
 from tests.support.harness import PATIENCE, Envoy, Loopguard, eventually, write_policies
+from tests.support.listening import Handler, Listener
 
 TITLE = (
     "answers: knowing what they cost (entries of the access log; a stream through the real Envoy, with its filters and without)"
@@ -82,12 +82,11 @@ _READ = threading.Event()
 """The client has the first byte: models take their time for the rest."""
 
 
-class _Model(BaseHTTPRequestHandler):
+class _Model(Handler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+    def serve(self) -> None:
+        self.read_body()
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
@@ -99,21 +98,6 @@ class _Model(BaseHTTPRequestHandler):
 
     def _write(self, event: bytes) -> None:
         self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-        pass
-
-
-@contextmanager
-def _serving_model() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Model)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextmanager
@@ -185,10 +169,11 @@ def _compare_envoys(rounds: int, requests: int) -> _Compared:
         write_policies(folder, json.loads(samples.bundle([samples.budget()])))
         guard = Loopguard(folder)
         stack.callback(guard.stop)
-        model = stack.enter_context(_serving_model())
+        model = Listener(_Model)
+        stack.callback(model.stop)
         clients = {
             name: stack.enter_context(
-                closing(_Client(stack.enter_context(_running_envoy(folder / name, model, guard.address, reads=reads))))
+                closing(_Client(stack.enter_context(_running_envoy(folder / name, model.address, guard.address, reads=reads))))
             )
             for name, reads in {"with": True, "without": False}.items()
         }

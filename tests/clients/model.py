@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from typing import Any, Final, TypeAlias
 
 from demo import read_body, serving
@@ -21,6 +20,7 @@ from fake_model import SHAPES, Answer, Call, stream_completion
 from extproc.ext_proc.changes.steer import LANDING
 from extproc.request.notes import OPENING
 from tests.clients.catalog import Client, Step
+from tests.support.listening import Handler
 
 STEPS: Final = 20
 """Of honest work."""
@@ -303,11 +303,10 @@ _OTHERS: Final[Sequence[tuple[str, dict[str, Any]]]] = (
 
 @contextmanager
 def serve_model(model: Model) -> Iterator[int]:
-    class Handler(BaseHTTPRequestHandler):
+    class Serving(Handler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
 
-        def _serve(self) -> None:
+        def serve(self) -> None:
             asked, path = read_body(self), self.path.partition("?")[0]
             if self.headers.get("upgrade"):
                 return self._send(HTTPStatus.UPGRADE_REQUIRED, "text/plain", b"no WebSockets here")
@@ -337,10 +336,5 @@ def serve_model(model: Model) -> Iterator[int]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_GET = do_HEAD = do_POST = _serve  # noqa: N815  # the base class's names
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-            pass
-
-    with serving(Handler) as port:
+    with serving(Serving) as port:
         yield port

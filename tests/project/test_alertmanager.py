@@ -6,10 +6,8 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import yaml
 from extproc.cli.commands.dashboards import read_dashboard
 from extproc.cli.main import main
 from tests.support.harness import Process, eventually
+from tests.support.listening import Handler, Listener
 
 EXAMPLE = "alertmanager.yaml"
 AMTOOL = shutil.which("amtool")
@@ -67,20 +66,17 @@ class Desk:
         self.posted: list[tuple[str, dict[str, Any]]] = []
         desk = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+        class Serving(Handler):
+            def serve(self) -> None:
+                body = self.read_body()
                 desk.posted.append((self.path, json.loads(body)))
                 self.send_response(202 if "pagerduty" in self.path else 200)  # as they answer
                 self.end_headers()
                 self.wfile.write(b'{"status": "success", "dedup_key": "x"}' if "pagerduty" in self.path else b"ok")
 
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = Listener(Serving)
+        self.url = f"http://{self._server.address}"
+        self.close = self._server.stop
 
     def find(self, path: str, words: str) -> dict[str, Any]:
         def probe() -> dict[str, Any] | None:
@@ -88,10 +84,6 @@ class Desk:
             return found[0] if found else None
 
         return eventually(probe, f"{words} at {path}")
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @contextmanager

@@ -25,10 +25,10 @@ from tests.support.image import (
     AS_ROOT,
     COMPILED,
     DOCKERFILE,
-    Build,
     Container,
     Image,
     base_python,
+    build,
     find_compiler,
     ignore_rules,
     instructions,
@@ -51,7 +51,7 @@ def image() -> Iterator[Image]:
         folder = Path(name)
         folder.chmod(0o755)
         subprocess.run([base_python(user), "-m", "venv", folder / "base"], check=True)
-        made = Build(folder, f"{folder}/base/bin:/usr/bin:/bin").run()
+        made = build(folder, f"{folder}/base/bin:/usr/bin:/bin")
         policies = Path(made.environment["LOOPGUARD_POLICY"])
         policies.mkdir(parents=True)
         shutil.copy(ROOT / "envoy" / "policy.json", policies)

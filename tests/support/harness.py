@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from extproc.options import read_options
 from extproc.policy.loader import load
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from tests.support.documents import read_yaml
+from tests.support.listening import Handler, Listener
 from tests.support.spawner import Spawned
 
 T = TypeVar("T")
@@ -284,11 +285,10 @@ class Upstream:
         self.release = threading.Event()
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Serving(Handler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
 
-            def _serve(self) -> None:
+            def serve(self) -> None:
                 seen = Seen(self.command, self.path, self.headers.items(), _read_body(self))
                 outer.seen.append(seen)
                 if "/hang" in self.path:
@@ -302,28 +302,12 @@ class Upstream:
                 if self.command != "HEAD":
                     self.wfile.write(body)
 
-            do_GET = do_POST = do_PUT = do_HEAD = do_OPTIONS = do_DELETE = _serve  # noqa: N815  # the base class's names
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 1024
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        if tls is not None:
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self._server = Listener(Serving, tls=tls or False)
+        self.address = self._server.address
 
     def stop(self) -> None:
         self.release.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
 
 @dataclass

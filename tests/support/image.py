@@ -20,8 +20,8 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from string import Template
 from typing import Any
@@ -82,111 +82,71 @@ def send_context(target: Path) -> None:
 class Image:
     root: Path
     environment: dict[str, str]
-    folder: str = "/"
-    labels: dict[str, str] = field(default_factory=dict)
     user: str = ""
-    ports: list[str] = field(default_factory=list)
-    health: list[str] = field(default_factory=list)
-    entrypoint: list[str] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
-
-    def path(self, text: str) -> Path:
-        return self.root / (PurePosixPath(self.folder) / text).relative_to("/")
-
-    def moved(self, text: str) -> str:
-        return re.sub(r"(?<![\w./}*-])/(?=\w)", f"{self.root}/", text)
+    ports: Sequence[str] = ()
+    health: Sequence[str] = ()
+    entrypoint: Sequence[str] = ()
+    command: Sequence[str] = ()
 
 
-class Build:
-    def __init__(self, folder: Path, path: str) -> None:
-        self._folder = folder
-        self._path = path
-        self._stages: dict[str, Path] = {}
-        self._name = ""
-        self._arguments: dict[str, str] = {}
-        send_context(folder / "context")
-        compile_only(folder / "context", COMPILED)
+def build(folder: Path, path: str) -> Image:  # noqa: C901, PLR0912  # an instruction each
+    """Carry out the Dockerfile in a folder; `path` is the base images' PATH.
 
-    def run(self) -> Image:
-        carry_out: dict[str, Callable[[str], None]] = {
-            "ARG": self._arg,
-            "FROM": self._from,
-            "WORKDIR": self._workdir,
-            "COPY": self._copy,
-            "RUN": self._run,
-            "ENV": self._env,
-            "LABEL": lambda rest: self.image.labels.update(self._pairs(rest)),
-            "EXPOSE": lambda rest: self.image.ports.extend(rest.split()),
-            "USER": lambda rest: setattr(self.image, "user", rest),
-            "HEALTHCHECK": lambda rest: setattr(self.image, "health", exec_form(rest.partition(" CMD ")[2])),
-            "ENTRYPOINT": lambda rest: setattr(self.image, "entrypoint", exec_form(rest)),
-            "CMD": lambda rest: setattr(self.image, "command", exec_form(rest)),
-        }
-        for keyword, rest in instructions():
-            carry_out[keyword](rest)
-        for stage in self._stages.values():  # the image has to do without them
-            shutil.rmtree(stage)
-        return self.image
+    Stages share one root, because an environment runs only where it was made.
+    """
+    context, root, stage, workdir = folder / "context", folder / "root", "", "/"
+    send_context(context)
+    compile_only(context, COMPILED)
+    image = Image(root, {})
 
-    def _arg(self, rest: str) -> None:
-        name, _, default = rest.partition("=")
-        self._arguments[name] = default
+    def move(text: str) -> str:
+        return re.sub(r"(?<![\w./}*-])/(?=\w)", f"{root}/", text)
 
-    def _from(self, rest: str) -> None:
-        """Stages share one folder, because an environment runs only where it was made."""
-        base, _, name = rest.partition(" AS ")
-        assert base in ("${BUILD_IMAGE}", "${PYTHON_IMAGE}"), "a Python that we do not stand for"
-        root = self._folder / "root"
-        if self._name:
-            self._stages[self._name] = root.rename(self._folder / f"stage-{self._name}")
-        root.mkdir()
-        self._name = name or "image"
-        self.image = Image(root, {"PATH": self._path})
-
-    def _workdir(self, rest: str) -> None:
-        self.image.folder = rest
-        self.image.path("").mkdir(parents=True)
-
-    def _copy(self, rest: str) -> None:
-        flags = [word for word in rest.split() if word.startswith("--")]
-        *sources, target = (word for word in rest.split() if not word.startswith("--"))
-        origin = self._folder / "context"
-        for flag in flags:
-            name, _, value = flag.partition("=")
-            assert name == "--from", f"{flag} is not understood"
-            origin = self._stages[value]
-        for source in sources:
-            found = origin / source.lstrip("/")
-            if found.is_dir():
-                shutil.copytree(found, self.image.path(target), symlinks=True, dirs_exist_ok=True)
-            else:
-                assert target.endswith("/"), "else it is not a folder"
-                shutil.copy(found, self.image.path(target))
-
-    def _run(self, rest: str) -> None:
-        environment = {**outside(), **self._arguments, **self.image.environment}
-        done = subprocess.run(
-            ["/bin/sh", "-c", self.image.moved(rest)],
-            cwd=self.image.path(""),
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"RUN {rest}\n{done.stdout}{done.stderr}"
-
-    def _env(self, rest: str) -> None:
-        self.image.environment.update(self._pairs(self.image.moved(rest)))
-
-    def _pairs(self, rest: str) -> dict[str, str]:
-        known = {**self._arguments, **self.image.environment}
-        words = (Template(word).substitute(known) for word in shlex.split(rest))
-        return {name: value for name, _, value in (word.partition("=") for word in words)}
+    for keyword, rest in instructions():
+        match keyword:
+            case "FROM":
+                base, _, name = rest.partition(" AS ")
+                assert base in ("${BUILD_IMAGE}", "${PYTHON_IMAGE}"), "a Python that we do not stand for"
+                if stage:
+                    root.rename(folder / stage)
+                root.mkdir()
+                stage, workdir, image = name, "/", Image(root, {"PATH": path})
+            case "WORKDIR":
+                workdir = rest
+                Path(move(workdir)).mkdir(parents=True)
+            case "COPY":
+                *sources, target = rest.split()
+                origin = folder / sources.pop(0).removeprefix("--from=") if rest.startswith("--from=") else context
+                _copy(origin, sources, Path(move(str(PurePosixPath(workdir) / target))))
+            case "RUN":
+                environment = {**outside(), **image.environment}
+                subprocess.run(["/bin/sh", "-c", move(rest)], cwd=move(workdir), env=environment, check=True)
+            case "ENV":
+                words = [Template(word).substitute(image.environment) for word in shlex.split(move(rest))]
+                image.environment.update((name, value) for name, _, value in (word.partition("=") for word in words))
+            case "USER":
+                image.user = rest
+            case "EXPOSE":
+                image.ports = rest.split()
+            case "HEALTHCHECK":
+                image.health = json.loads(rest.partition(" CMD ")[2])  # the other form needs a shell
+            case "ENTRYPOINT":
+                image.entrypoint = json.loads(rest)
+            case "CMD":
+                image.command = json.loads(rest)
+            case _:
+                assert keyword in ("ARG", "LABEL"), f"{keyword} is not understood"
+    shutil.rmtree(folder / "build")  # the image has to do without
+    return image
 
 
-def exec_form(text: str) -> list[str]:
-    words: list[str] = json.loads(text)
-    return words
+def _copy(origin: Path, sources: Sequence[str], target: Path) -> None:
+    for source in sources:
+        found = origin / source.lstrip("/")
+        if found.is_dir():
+            shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
+        else:
+            shutil.copy(found, target)
 
 
 def outside() -> dict[str, str]:
@@ -231,7 +191,7 @@ class Container:
             with socket.create_server((host, 0)) as free:
                 self._environment[name] = f"{host}:{free.getsockname()[1]}"
 
-    def start(self, words: list[str]) -> subprocess.Popen[str]:
+    def start(self, words: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["/usr/bin/prlimit", "--fsize=0", *words],  # it may write into pipes, not into files
             cwd=self._image.root,
@@ -242,7 +202,7 @@ class Container:
             **numbers(self._image.user),
         )
 
-    def run(self, words: list[str]) -> tuple[int, str]:
+    def run(self, words: Sequence[str]) -> tuple[int, str]:
         process = self.start(words)
         output, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, output.strip()

