@@ -10,6 +10,8 @@ part of a loop if
 - CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1) rounds from length 5 on; at
   most 32 turns in all;
 - ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an assistant that only talks;
+- NOTHING_NEW: it equals one of the last max(2t + 4, `max_cycle` + 1), and at most one of the last 2t + 2 turns is new. Turns
+  whose tool may repeat more often always are. It gets a note at most;
 - SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the same, ignoring numbers and
   actions. It gets a note at most.
 
@@ -35,7 +37,7 @@ from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
 from extproc.apis.conversation import OTHER_ROLE
-from extproc.decision import Repeat
+from extproc.decision import WEAK, Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
@@ -76,6 +78,7 @@ REPEAT: Final = "repeat"
 RESULT: Final = "result"
 CYCLE: Final = "cycle"
 ERROR: Final = "error"
+NOTHING_NEW: Final = "nothing_new"
 SIMILAR_ERROR: Final = "similar_error"
 """The rules; RESULT is REPEAT for unknown actions."""
 
@@ -399,9 +402,9 @@ class TurnRule:
             found = self._repeat(history, newest, limit, again)
         if found is None:
             found = self._error(history, newest, limit)
-        if found is None and self._notes and newest.failed:
-            found = self._similar_error(history.newest(_MIN_SIMILAR + _MORE_SIMILAR + limit.threshold), limit)
-        return found
+        if found is None and self._notes and again:
+            found = self._nothing_new(history, limit)
+        return self._similar_error(history, limit) if found is None and self._notes and newest.failed else found
 
     def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
         """The loop if the newest turn is too frequent among the last ones, with hardly anything new in between."""
@@ -470,12 +473,42 @@ class TurnRule:
         strength = weigh_apart(turns) if spread else weigh(turns)
         return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
 
-    def _similar_error(self, recent: Sequence[AnyTurn], limit: Limit) -> Repeat | None:
-        """The loop that gets a note at most, if the newest turn failed like most of the ones before it."""
-        newest, least = recent[0], max(_MIN_SIMILAR, limit.threshold)
-        if len(recent) < least:
+    def _nothing_new(self, history: History, limit: Limit) -> Repeat | None:
+        """The loop that gets a note at most, if hardly any of the last turns is new: a circle with a member that varies."""
+        window = 2 * limit.threshold + 2
+        turns = history.newest(MAX_TURNS)
+        if len(turns) < window:
             return None
-        seen = recent[: least + _MORE_SIMILAR]
+        new = 0
+        for place in range(window):
+            new += self._is_new(turns, place, limit)
+            if new > 1:
+                return None
+        names = tuple(dict.fromkeys([name for turn in reversed(turns[:window]) for name in turn.names]))
+        count = window - new
+        found = Repeat(names, count, window, window - 1, results=True, reason=limit.reason, rule=NOTHING_NEW, strength=WEAK)
+        return found._replace(held=True, notes_only=True)
+
+    def _is_new(self, turns: Sequence[AnyTurn], place: int, limit: Limit) -> bool:
+        """Whether the turn at a place is not among the older ones; something read is new after a change."""
+        turn = turns[place]
+        own = self._limits.of(turn.names)
+        if not turn.known or own.allow or own.threshold > limit.threshold:
+            return True
+        for older in turns[place + 1 :]:
+            if same_turn(turn, older, normalized=self._normalized):
+                return False
+            if turn.evidence & READS and older.evidence & CHANGES:
+                return True
+        return True
+
+    def _similar_error(self, history: History, limit: Limit) -> Repeat | None:
+        """The loop that gets a note at most, if the newest turn failed like most of the ones before it."""
+        least = max(_MIN_SIMILAR, limit.threshold)
+        seen = history.newest(least + _MORE_SIMILAR)
+        if len(seen) < least:
+            return None
+        newest = seen[0]
         left = len(seen) - least
         maybe: list[AnyTurn] = []
         for turn in seen:  # only as far as there may be enough

@@ -22,6 +22,7 @@ from extproc.detectors.loops import (
     CYCLE,
     ERROR,
     MAX_TURNS,
+    NOTHING_NEW,
     REPEAT,
     RESULT,
     SIMILAR_ERROR,
@@ -371,6 +372,11 @@ def _explain_similar_error(repeat: Repeat) -> tuple[str, str]:
     return f"{what}, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
 
 
+def _explain_nothing_new(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} turns{_list_tried(repeat)} repeat earlier ones, with the same results"
+    return what, "an action that was not tried yet, or a different result"
+
+
 def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
     what = f"the prompt begins {repeat.count} times with the same words, because each attempt repeats the one before it"
     return what, "the original prompt, with one new instruction"
@@ -386,6 +392,7 @@ _EXPLAIN = {
     RESULT: _explain_result,
     CYCLE: _explain_cycle,
     ERROR: _explain_error,
+    NOTHING_NEW: _explain_nothing_new,
     SIMILAR_ERROR: _explain_similar_error,
     NESTED_PROMPT: _explain_nested_prompt,
     REPEATED_ENDING: _explain_repeated_ending,

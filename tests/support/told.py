@@ -30,6 +30,7 @@ _RULES = {
     " turns returned the same result": "result",
     "the prompt begins ": "nested_prompt",
     "the prompt ends ": "repeated_ending",
+    " repeat earlier ones": "nothing_new",
     " turns were ": "repeat",
     " tool calls were ": "calls",
     "was part of a loop": "cooldown",

@@ -125,7 +125,8 @@ def judge(turns: Sequence[Turn], rules: Rules) -> str:
     seen = _since_a_person_spoke(list(turns)[-rules.count_seen(turns[-1]) :])
     loops = [(step, strong) for step in range(len(rules.ladder)) for strong in _loops(seen, rules.at(step), rules)]
     if not loops:
-        return _note(rules) if seen and _fails_alike(seen, max(6, _of(seen[-1], rules.at(0)))) else "allow"
+        noted = seen and (_fails_alike(seen, max(6, _of(seen[-1], rules.at(0)))) or _brings_nothing_new(seen, rules))
+        return _note(rules) if noted else "allow"
     last = len(rules.ladder) - 1
     reach = last if rules.weak is None else _reach(seen, rules, rules.weak, last)
     if reach < 0 and not any(strong for _, strong in loops):
@@ -141,6 +142,23 @@ def _note(rules: Rules) -> str:
 def _fails_alike(turns: list[Turn], times: int) -> bool:
     last = turns[-times - 4 :]
     return last[-1].failed and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
+
+
+def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:
+    """Whether the last turn is one of those shortly before it, and at most one of the last 2t + 2 was never seen before."""
+    thresholds = rules.at(0)
+    own = _of(turns[-1], thresholds)
+    near = turns[-max(2 * own + 4, rules.max_cycle + 1) : -1]
+    if turns[-1] not in near or len(turns) < 2 * own + 2:
+        return False
+    new = 0
+    for place in range(len(turns) - 2 * own - 2, len(turns)):
+        turn, before = turns[place], turns[:place]
+        changed = [at for at, older in enumerate(before) if older.role == CHANGES]
+        if turn.role == READS and changed:
+            before = before[changed[-1] + 1 :]
+        new += turn not in before or _of(turn, thresholds) > own
+    return new <= 1
 
 
 def _mildest(rules: Rules) -> str:
