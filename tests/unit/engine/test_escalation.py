@@ -1,4 +1,4 @@
-"""Escalation: several actions for one loop, each from a threshold of its own on."""
+"""Escalation: one loop gets stricter actions at higher thresholds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call(tool: str = "f") -> bytes:
 
 @pytest.mark.parametrize("window_type", ["sliding_ttl", "sliding_log", "fixed"])
 @pytest.mark.parametrize("similarity", COUNTED)
-def test_each_action_holds_from_its_own_threshold_on(similarity: str, window_type: str) -> None:
+def test_each_action_starts_at_its_own_threshold(similarity: str, window_type: str) -> None:
     guard = Guard(similarity=similarity, window_type=window_type, **STEPS)
     data = call() if similarity == "mcp" else looping(1)
 
@@ -34,8 +34,7 @@ def test_each_action_holds_from_its_own_threshold_on(similarity: str, window_typ
 
 
 @pytest.mark.parametrize("similarity", STATELESS)
-def test_a_history_meets_the_strictest_action_that_holds(similarity: str) -> None:
-    """The rule is evaluated with each threshold in place of the detector's own."""
+def test_history_gets_strictest_action_whose_threshold_it_meets(similarity: str) -> None:
     guard = Guard(similarity=similarity, **STEPS)
 
     sent = [guard.send(looping(times)) for times in range(7)]
@@ -47,8 +46,8 @@ _TURNS = st.lists(st.sampled_from(["aa", "ab", "ba", "cc", "error", "x error"]),
 
 
 @given(_TURNS, st.integers(1, 4), st.sampled_from(STATELESS))
-def test_escalation_is_several_detectors_in_one(turns: list[str], times: int, similarity: str) -> None:
-    """The action is that of the strictest of two detectors, each with one of the thresholds, that acts at all."""
+def test_escalation_equals_separate_detectors(turns: list[str], times: int, similarity: str) -> None:
+    """The same action as the strictest of two detectors, each with one of the thresholds."""
     did = [Did(((turn[0], {"n": 1}),), (turn,)) for turn in turns * times]
     data = encoded(as_chat(did))
     single = [
@@ -61,8 +60,7 @@ def test_escalation_is_several_detectors_in_one(turns: list[str], times: int, si
     assert sent == next((action for action in (guard.send(data) for guard in single) if action != "allow"), "allow")
 
 
-def test_a_cooldown_starts_with_the_first_refusal() -> None:
-    """What is only warned of or held trips nothing; what is refused stays refused when its window has emptied."""
+def test_cooldown_starts_at_first_refusal() -> None:
     guard = Guard(**STEPS, window_seconds=10, cooldown_seconds=100)
 
     sent = [guard.send(b"x", now) for now in (0, 1, 2, 3, 20, 21, 22, 23, 24, 50, 123, 140)]
@@ -74,7 +72,7 @@ def test_a_cooldown_starts_with_the_first_refusal() -> None:
 
 
 @pytest.mark.parametrize("similarity", STATELESS)
-def test_a_history_that_was_only_warned_of_trips_no_cooldown(similarity: str) -> None:
+def test_warned_history_starts_no_cooldown(similarity: str) -> None:
     guard = Guard(similarity=similarity, **STEPS, cooldown_seconds=60)
 
     sent = [guard.send(looping(times)) for times in (4, 1, 5, 1, 2)]
@@ -82,7 +80,7 @@ def test_a_history_that_was_only_warned_of_trips_no_cooldown(similarity: str) ->
     assert sent == ["throttle", "allow", "reject", "reject", "reject"]
 
 
-def test_what_goes_on_is_counted_and_what_is_refused_may_not_be() -> None:
+def test_count_refused_false_counts_only_passed_requests() -> None:
     guard = Guard(**STEPS, count_refused=False)
 
     outcomes = [guard.judge(b"x") for _ in range(7)]
@@ -93,10 +91,7 @@ def test_what_goes_on_is_counted_and_what_is_refused_may_not_be() -> None:
 
 @pytest.mark.parametrize(("own", "expected"), [(2, [2, 4]), (None, [3, 5]), (6, [6, 8])])
 @pytest.mark.parametrize("similarity", [*STATELESS, "mcp"])
-def test_a_tool_with_a_threshold_of_its_own_escalates_as_others_do(
-    similarity: str, own: int | None, expected: list[int]
-) -> None:
-    """It is steered from there on, and refused as many calls later as every other tool."""
+def test_tool_with_own_threshold_escalates_as_others_do(similarity: str, own: int | None, expected: list[int]) -> None:
     guard = Guard(similarity=similarity, **STEER, tools={"read_file": {"threshold": own}})
     data = [call("read_file")] * 9 if similarity == "mcp" else [looping(times) for times in range(1, 10)]
 
@@ -105,7 +100,7 @@ def test_a_tool_with_a_threshold_of_its_own_escalates_as_others_do(
     assert [sent.index("steer") + 1, sent.index("reject") + 1] == expected
 
 
-def test_a_loop_of_each_threshold_is_told_by_its_own() -> None:
+def test_outcome_names_threshold_of_its_own_action() -> None:
     guard = Guard(similarity="turns", **STEER)
 
     steered, refused = guard.judge(looping(3)), guard.judge(looping(5))
@@ -114,5 +109,5 @@ def test_a_loop_of_each_threshold_is_told_by_its_own() -> None:
     assert "5 of the last 5 turns" in refused.subject.write_message(refused, "POST", "/")
 
 
-def test_actions_stand_in_the_order_of_their_strictness() -> None:
+def test_actions_are_ordered_by_strictness() -> None:
     assert [*Action] == [Action.ALLOW, Action.WARN, Action.STEER, Action.THROTTLE, Action.LAND, Action.REJECT]

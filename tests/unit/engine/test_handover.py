@@ -1,4 +1,4 @@
-"""Policies that come with a route: named in gRPC metadata, or whole in the route's own metadata."""
+"""Policies that come with a route: named in gRPC metadata, or carried whole in the route's own metadata."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,16 +41,16 @@ def ask(
     meanwhile: Engine | None = None,
     **request: Any,  # noqa: ANN401  # of `headers`
 ) -> ProcessingResponse:
-    """One request over a stream of its own; returns the last answer.
+    """Sends one request over a stream of its own and returns the last answer.
 
     Args:
-        service: is asked.
-        *more: messages behind the headers.
+        service: receives the request.
+        *more: messages after the headers.
         pin: the value of `x-loopguard-policy`, or all metadata of the stream.
-        carry: what the route's metadata holds, if it is a document encoded.
-        head: the headers, if they are no usual ones.
-        meanwhile: is loaded behind the headers.
-        **request: anything else about the headers.
+        carry: what the route's metadata holds: a string, or a document to encode.
+        head: the headers message, instead of the usual one.
+        meanwhile: an engine that is loaded after the headers.
+        **request: arguments of `headers`.
     """
     head = head or headers(end=not more, **request)
     if carry is not None:
@@ -75,12 +76,11 @@ def counted(service: Service) -> dict[str, float]:
 
 
 def lead_of(answer: ProcessingResponse) -> str:
-    """The policy that refuses the request; empty if it goes on."""
+    """The policy that refuses the request; empty if it passes."""
     return headers_of(answer).get("x-loopguard-policy", "")
 
 
 def errors(service: Service) -> dict[str, float]:
-    """`handover_errors_total` by reason, where it is not zero."""
     reasons = ("unknown_policy", "invalid", "too_large", "unenforced")
     found = {reason: sample(service, "handover_errors_total", reason=reason) for reason in reasons}
     return {reason: value for reason, value in found.items() if value}
@@ -88,9 +88,6 @@ def errors(service: Service) -> dict[str, float]:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [vars(record)["fields"] for record in caplog.records if record.levelno == logging.ERROR]
-
-
-# Named by the route
 
 
 LOADED = (policy("a", NOWHERE), policy("b", NOWHERE), policy("c", ANY))
@@ -122,8 +119,8 @@ LOADED = (policy("a", NOWHERE), policy("b", NOWHERE), policy("c", ANY))
         ((), "c"),
     ],
 )
-def test_the_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[str, str | bytes]], applied: str) -> None:
-    """Every id that is named applies once, whatever its selector says, and nothing else does; without any, selectors decide."""
+def test_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[str, str | bytes]], applied: str) -> None:
+    """Each named policy applies once, whatever its selector says, and no other does. Without names, selectors decide."""
     store = RecordingStore()
     service = make_service(*LOADED, store=store)
 
@@ -134,25 +131,7 @@ def test_the_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[st
     assert errors(service) == {}
 
 
-@pytest.mark.parametrize(
-    ("selector", "pins"),
-    [
-        ({"pathExact": "/x"}, ["p", "p", "p"]),
-        ({"pathPrefix": "/", "methods": ["PUT"]}, ["p", "p", "p"]),
-        ({"pathPrefix": "/", "hosts": ["h2"]}, ["p", "p", "p"]),
-        ({"routes": ["r"]}, ["p", "p", "p"]),
-        (ANY, ["", "p", "p"]),  # one count with the requests that its selector takes
-    ],
-)
-def test_a_named_policy_needs_no_matching_selector(selector: Mapping[str, object], pins: Sequence[str]) -> None:
-    service = make_service(policy("p", selector))
-
-    answers = [ask(service, pin=pin) for pin in pins]
-
-    assert [lead_of(answer) for answer in answers] == ["", "", "p"]
-
-
-def test_bypass_and_missing_descriptors_hold_for_named_policies() -> None:
+def test_named_policies_keep_bypass_and_missing_descriptor() -> None:
     service = make_service(
         policy("skip", NOWHERE, limit_keys=["header:x-a"], missing_descriptor="skip"),
         {"id": "bypass", "spec": {**policy("", NOWHERE)["spec"], "bypass": [{"header": "x-health"}]}},
@@ -165,7 +144,7 @@ def test_bypass_and_missing_descriptors_hold_for_named_policies() -> None:
     assert sample(service, "uncounted_total", policy="bypass", reason="bypass") == 1
 
 
-def test_bodies_are_waited_for_only_where_a_named_policy_wants_them() -> None:
+def test_body_is_awaited_only_if_named_policy_needs_it() -> None:
     service = make_service(policy("with", NOWHERE), policy("without", NOWHERE, body="ignore"), policy("c", ANY))
 
     answers = [ask(service, body(b"x"), pin=pin).WhichOneof("response") for pin in ("with", "without", "-")]
@@ -184,8 +163,10 @@ def test_bodies_are_waited_for_only_where_a_named_policy_wants_them() -> None:
         ("nope,nor this", "", ["nope", "nor this"]),
     ],
 )
-def test_unknown_ids_are_passed_over(pin: str, applied: str, unknown: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Those that are not enabled, too. They are counted once per request and logged; no selector steps in."""
+def test_unknown_policy_ids_are_skipped_and_counted(
+    pin: str, applied: str, unknown: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """So are disabled policies. They are counted once per request and logged; no selector takes their place."""
     service = make_service(*LOADED, policy("off", ANY, enabled=False))
 
     for _ in range(2):
@@ -219,10 +200,7 @@ def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch
     ],
     ids=["named", "carried"],
 )
-def test_a_stream_keeps_the_policies_that_it_began_with(
-    route: dict[str, Any], before: dict[str, int], after: dict[str, int]
-) -> None:
-    """What is loaded until its body has arrived applies from the next request on."""
+def test_stream_keeps_policies_it_began_with(route: dict[str, Any], before: dict[str, int], after: dict[str, int]) -> None:
     service = make_service(policy("a", NOWHERE), policy("old", ANY))
 
     ask(service, body(b"x"), meanwhile=make_engine(policy("b", NOWHERE), policy("new", ANY)), **route)
@@ -230,9 +208,6 @@ def test_a_stream_keeps_the_policies_that_it_began_with(
     ask(service, **route)
 
     assert (first, counted(service)) == (before, after)
-
-
-# Carried by the route
 
 
 CARRIED = policy("carried", {})
@@ -251,7 +226,7 @@ CARRIED = policy("carried", {})
         (bundle(), []),
     ],
 )
-def test_a_route_carries_a_policy_a_list_or_a_bundle(document: object, applied: list[str]) -> None:
+def test_route_carries_policy_list_or_bundle(document: object, applied: list[str]) -> None:
     service = make_service(policy("loaded", ANY))
 
     ask(service, carry=document)
@@ -280,10 +255,10 @@ def test_a_route_carries_a_policy_a_list_or_a_bundle(document: object, applied: 
         ({"routes": ["r"]}, {}, False),
     ],
 )
-def test_a_carried_policy_takes_what_its_selector_says(
+def test_carried_policy_applies_its_selector(
     selector: dict[str, object] | None, request_: dict[str, Any], applies: bool
 ) -> None:
-    """Without a path or a route it takes all of the route's requests that have its methods and hosts; with one only those."""
+    """Without a path or a route it takes all requests of the route that have its methods and hosts."""
     service = make_service()
     carried = policy("p", selector or {})
     if selector is None:
@@ -295,8 +270,8 @@ def test_a_carried_policy_takes_what_its_selector_says(
     assert errors(service) == {}
 
 
-def test_a_carried_policy_takes_the_place_of_the_loaded_one() -> None:
-    """One id is one policy: on the route its carried version alone counts, under the key that the loaded one has elsewhere."""
+def test_carried_policy_replaces_the_loaded_one() -> None:
+    """One id is one policy: on the route only the carried version counts, under the key of the loaded one."""
     store = RecordingStore()
     service = make_service(policy("p", ANY), policy("q", ANY, threshold_identical_requests=100), store=store)
     carried = policy("p", {}, threshold_identical_requests=3, reject_status=418)
@@ -314,7 +289,7 @@ def test_a_carried_policy_takes_the_place_of_the_loaded_one() -> None:
     [{}, {"pin": "a,b"}, {"pin": "b,a"}, {"carry": policy("a", {})}, {"carry": policy("b", {})}],
     ids=["by selectors", "named", "named backwards", "the first carried", "the second carried"],
 )
-def test_among_equals_the_first_of_the_bundle_leads(route: dict[str, Any]) -> None:
+def test_first_policy_of_bundle_leads_among_equals(route: dict[str, Any]) -> None:
     service = make_service(policy("a", ANY), policy("b", ANY))
 
     assert [lead_of(ask(service, **route)) for _ in range(3)] == ["", "", "a"]
@@ -329,7 +304,7 @@ def test_among_equals_the_first_of_the_bundle_leads(route: dict[str, Any]) -> No
     ],
     ids=["of other requests", "off", "in shadow"],
 )
-def test_a_carried_policy_takes_the_loaded_one_off_the_route(carried: dict[str, Any], applied: dict[str, int]) -> None:
+def test_carried_policy_may_disable_the_loaded_one(carried: dict[str, Any], applied: dict[str, int]) -> None:
     service = make_service(policy("p", ANY), policy("q", ANY, threshold_identical_requests=100))
 
     leads = [lead_of(ask(service, carry=carried)) for _ in range(4)]
@@ -347,8 +322,7 @@ def test_a_carried_policy_takes_the_loaded_one_off_the_route(carried: dict[str, 
     ],
     ids=["both", "the carried one named", "a bad one carried"],
 )
-def test_named_and_carried_policies_go_together(pin: str, carry: object, applied: str, problems: dict[str, int]) -> None:
-    """Names are those of loaded policies; what a route carries takes the place of what it names."""
+def test_named_and_carried_policies_apply_together(pin: str, carry: object, applied: str, problems: dict[str, int]) -> None:
     service = make_service(*LOADED)
 
     ask(service, pin=pin, carry=carry)
@@ -367,8 +341,7 @@ def test_named_and_carried_policies_go_together(pin: str, carry: object, applied
         ({"carry": policy("p", {})}, {"shadow": True}),
     ],
 )
-def test_a_named_or_carried_policy_may_be_in_shadow(route: dict[str, Any], settings: dict[str, Any]) -> None:
-    """By its own mode, by its bundle's global_shadow or by serve --shadow it counts and reports and never acts."""
+def test_named_or_carried_policy_may_be_in_shadow(route: dict[str, Any], settings: dict[str, Any]) -> None:
     store = RecordingStore()
     service = make_service(policy("p", NOWHERE, mode="shadow"), store=store, **settings)
 
@@ -380,32 +353,20 @@ def test_a_named_or_carried_policy_may_be_in_shadow(route: dict[str, Any], setti
     assert [key[:14] for key in store.keys] == ["shadow:loop:p:"] * 3
 
 
-class Later(datetime):
-    """A clock that tests set."""
-
-    moment = datetime(2030, 1, 1, tzinfo=UTC)
-
-    @classmethod
-    def now(cls, tz: object = None) -> datetime:  # type: ignore[override]  # always the same zone
-        """What was set."""
-        assert tz is UTC
-        return cls.moment
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> type[Later]:
-    monkeypatch.setattr("extproc.ext_proc.service.datetime", Later)
-    monkeypatch.setattr(Later, "moment", Later.moment)
-    return Later
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[datetime]:
+    moments = [datetime(2030, 1, 1, tzinfo=UTC)]
+    monkeypatch.setattr("extproc.ext_proc.service.datetime", SimpleNamespace(now=lambda _: moments[-1]))
+    return moments
 
 
-def test_a_carried_bundle_that_expires_while_it_is_known_keeps_acting(clock: type[Later]) -> None:
-    """As for files: what has expired is not taken, what expires later stays in force."""
+def test_known_carried_bundle_keeps_acting_after_expiry(clock: list[datetime]) -> None:
+    """As with files: an expired bundle is refused, one that expires later stays in force."""
     early, late = make_service(), make_service()
     document = bundle(CARRIED, expires_at="2030-06-01T00:00:00Z")
     ask(early, carry=document)
 
-    clock.moment = datetime(2031, 1, 1, tzinfo=UTC)
+    clock.append(datetime(2031, 1, 1, tzinfo=UTC))
     for service in (early, late):
         ask(service, carry=document)
 
@@ -414,12 +375,12 @@ def test_a_carried_bundle_that_expires_while_it_is_known_keeps_acting(clock: typ
     assert errors(late) == {"invalid": 1}
 
 
-def test_a_carried_global_shadow_ends(clock: type[Later]) -> None:
+def test_carried_global_shadow_ends(clock: list[datetime]) -> None:
     service = make_service()
     document = bundle(CARRIED, global_shadow={"enabled": True, "expires_at": "2030-06-01T00:00:00Z"})
     ask(service, carry=document)
 
-    clock.moment = datetime(2031, 1, 1, tzinfo=UTC)
+    clock.append(datetime(2031, 1, 1, tzinfo=UTC))
     answers = [ask(service, carry=document) for _ in range(3)]
 
     assert lead_of(answers[2]) == "carried"
@@ -487,13 +448,12 @@ BAD: dict[str, tuple[object, str, list[str]]] = {
 
 
 @pytest.mark.parametrize(("value", "reason", "problems"), BAD.values(), ids=BAD)
-def test_a_bad_policy_is_counted_and_logged_and_the_request_goes_on(
+def test_bad_carried_policy_is_counted_and_logged_once(
     value: Any,  # noqa: ANN401  # whatever a Struct holds
     reason: str,
     problems: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The other policies decide; each request counts, the content's errors are one log line."""
     service = make_service(policy("loaded", ANY))
     head = headers(end=True)
     head.attributes[ATTRIBUTES].update({POLICY_ATTRIBUTE: value})
@@ -513,7 +473,7 @@ def test_a_bad_policy_is_counted_and_logged_and_the_request_goes_on(
 
 
 MUCH_WRONG = {
-    "many errors": "[" + ",".join(["{}"] * 20_000) + "]",
+    "many errors": "[" + ",".join(["{}"] * 2_000) + "]",
     "a long key": json.dumps({"id": "p", "spec": {"x" * 60_000: 1}}),
     "many parts": json.dumps(bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}] * 1_000)),
     "much too large": " " * 10_000_000,
@@ -522,8 +482,7 @@ MUCH_WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", MUCH_WRONG.values(), ids=MUCH_WRONG)
-def test_little_is_kept_of_a_policy_with_much_wrong(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The first errors, shortened, and how many there are; and of a content that is too large not all of it."""
+def test_errors_of_carried_policy_are_kept_shortened(text: str, caplog: pytest.LogCaptureFixture) -> None:
     made, now = HandedOver(shadow=False, allow_unenforced=False), datetime.now(UTC)
     kept = made.compile(text, now)
 
@@ -535,8 +494,7 @@ def test_little_is_kept_of_a_policy_with_much_wrong(text: str, caplog: pytest.Lo
     assert len(json.dumps(lines(caplog))) < 10_000
 
 
-def test_the_longest_policy_is_taken() -> None:
-    """65,536 characters are no error, however many bytes they are."""
+def test_carried_policy_may_have_65536_characters() -> None:
     service = make_service()
     text = json.dumps(CARRIED | {"description": "\u20ac"}, ensure_ascii=False)
 
@@ -559,7 +517,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("text", [json.dumps(CARRIED), "bad"])
-def test_content_is_compiled_once(text: str, parsed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_carried_content_is_compiled_once(text: str, parsed: list[str], caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(policy("old", ANY))
 
     for _ in range(5):
@@ -573,8 +531,7 @@ def test_content_is_compiled_once(text: str, parsed: list[str], caplog: pytest.L
     assert len(lines(caplog)) == (text == "bad")
 
 
-def test_white_space_makes_another_content(parsed: list[str]) -> None:
-    """Content is compared as it is, and equal policies count together whatever content they came in, on no other route."""
+def test_equal_policies_in_other_content_count_together(parsed: list[str]) -> None:
     service = make_service()
 
     answers = [ask(service, carry=text) for text in (json.dumps(CARRIED), json.dumps(CARRIED, indent=1), json.dumps([CARRIED]))]
@@ -583,10 +540,9 @@ def test_white_space_makes_another_content(parsed: list[str]) -> None:
     assert [lead_of(answer) for answer in [*answers, ask(service)]] == ["", "", "carried", ""]
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_the_least_recently_used_content_makes_room(bad: bool, parsed: list[str]) -> None:
+def test_least_recently_used_content_is_dropped(parsed: list[str]) -> None:
     service = make_service()
-    contents = [json.dumps(CARRIED) + " " * number + "bad" * bad for number in range(257)]
+    contents = [json.dumps(CARRIED) + " " * number + "bad" * (number % 2) for number in range(257)]
 
     for text in contents[:256]:
         ask(service, carry=text)
@@ -626,7 +582,7 @@ READ: dict[str, tuple[dict[str, Any], Callable[[str], list[ProcessingRequest]]]]
 
 @pytest.mark.parametrize("loaded", [(), (policy("loaded", ANY, body="ignore"),)], ids=["alone", "beside"])
 @pytest.mark.parametrize(("carried", "request_"), READ.values(), ids=READ)
-def test_what_only_the_carried_policy_reads_is_read(
+def test_fields_only_a_carried_policy_reads_are_read(
     carried: dict[str, Any], request_: Callable[[str], list[ProcessingRequest]], loaded: Sequence[dict[str, Any]]
 ) -> None:
     service = make_service(*loaded)
@@ -640,7 +596,7 @@ def test_what_only_the_carried_policy_reads_is_read(
     assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 4
 
 
-def test_loaded_policies_read_what_they_read_beside_a_carried_one() -> None:
+def test_loaded_policies_read_the_same_beside_carried_ones() -> None:
     store = RecordingStore()
     service = make_service(policy("loaded", ANY, limit_keys=["jwt:org"]), store=store)
 
@@ -667,7 +623,6 @@ GOOD = bundle(
 
 @st.composite
 def mutilated(draw: st.DrawFn) -> str:
-    """A good bundle in which one value, at any depth, was replaced by another or dropped."""
     document: Any = json.loads(json.dumps(GOOD))
     place = document
     while True:
@@ -684,7 +639,7 @@ def mutilated(draw: st.DrawFn) -> str:
 
 @given(text=st.text(max_size=40) | JSON.map(json.dumps) | mutilated())
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
-def test_nothing_that_a_route_carries_can_break_a_request(text: str) -> None:
+def test_no_carried_content_breaks_a_request(text: str) -> None:
     service = make_service(policy("loaded", ANY, body="ignore"))
 
     answers = [ask(service, body(b"{}"), carry=text) for _ in range(3)]

@@ -1,7 +1,8 @@
-"""Shadow policies of any kind, in any state of health, beside enforcing ones: what Envoy is told to do stays the same."""
+"""Shadow policies, healthy or failing, change nothing that Envoy is told."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Sequence
 from time import perf_counter
@@ -19,7 +20,7 @@ from extproc.store.rules.session import Question
 from tests.support.documents import policy
 from tests.support.examples import examples
 from tests.support.messages import body, headers
-from tests.support.service import FailingStore, decoded, exchange, make_service, sample
+from tests.support.service import FailingStore, decoded, exchange, make_service, repeat, sample
 
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "threshold_identical_requests": 2}
 ENFORCING = [
@@ -102,7 +103,6 @@ def make_shadow(number: int, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def watched(shapes: Sequence[dict[str, Any]], health: str) -> Service:
-    """A service with the enforcing policies and these shadow policies, in that state of health."""
     failing = "shadow:" if health.startswith("store fails") else "never"
     store = Still(failing=failing, later=health in ("slow", "store fails later"))
     shadows = [make_shadow(number, shape) for number, shape in enumerate(shapes)]
@@ -115,7 +115,7 @@ def watched(shapes: Sequence[dict[str, Any]], health: str) -> Service:
 
 
 def list_effects(service: Service, traffic: Sequence[Sent]) -> list[list[tuple[bytes, int, bytes]]]:
-    """What Envoy is told about each request except to continue; neither client nor upstream sees dynamic metadata."""
+    """What Envoy is told about each request except to continue, without dynamic metadata, which no client sees."""
     effects = []
     for sent in traffic:
         ended = sent.body is None
@@ -136,11 +136,46 @@ def list_effects(service: Service, traffic: Sequence[Sent]) -> list[list[tuple[b
 @pytest.mark.parametrize("health", HEALTH)
 @settings(max_examples=examples(40))  # for each state of health
 @given(shapes=SHADOWS, traffic=TRAFFIC)
-def test_shadow_policies_change_nothing(health: str, shapes: list[dict[str, Any]], traffic: list[Sent]) -> None:
-    """Refusals, holds, notes, warnings and bodies are the same to the byte with any shadow policies and without them."""
+def test_shadow_policies_change_no_effect(health: str, shapes: list[dict[str, Any]], traffic: list[Sent]) -> None:
     alone = make_service(*ENFORCING, store=Still(failing="never"))
 
     assert list_effects(watched(shapes, health), traffic) == list_effects(alone, traffic)
+
+
+class Silent(FailingStore):
+    """A store that never answers about keys of shadow policies."""
+
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+        """Count, or wait for ever."""
+        if any("shadow:" in hit.key for hit in hits):
+            return asyncio.Event().wait()  # type: ignore[return-value]  # it never comes
+        return super().hit(hits, now)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_answer_leaves_at_deadline_of_shadow_policies(later: bool) -> None:
+    store = Silent(failing="never", later=later)
+    service = make_service(policy("live", ROOT, **USER), policy("watches", ROOT, mode="shadow", **USER), store=store)
+
+    answers = [decoded(exchange(service, headers(x_user_id="ann"), body(b"x"))[-1]) for _ in range(2)]
+
+    assert [answer.immediate_response.status.code for answer in answers] == [0, 429]
+    assert sample(service, "uncounted_total", policy="watches", reason="shadow_deadline") == 2
+    assert sample(service, "requests_total", policy="live", mode="enforce", action="allow") == 1
+
+
+def test_body_read_only_by_shadow_policies_shapes_no_refusal() -> None:
+    call = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "grep", "arguments": {}}}
+    live = policy("live", ROOT, **USER)
+    watching = policy("watches", ROOT, mode="shadow", similarity="canonical", **USER)
+
+    alone, beside = [
+        repeat(service, headers("/", x_user_id="ann"), body(json.dumps(call).encode()), times=2)
+        for service in (make_service(live), make_service(live, watching))
+    ]
+
+    assert alone.immediate_response.status.code == 429
+    assert alone.immediate_response == beside.immediate_response
 
 
 SHAPE = {
@@ -149,7 +184,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-def test_there_is_something_to_change() -> None:
+def test_traffic_of_isolation_tests_meets_every_action() -> None:
     """The traffic of these tests is refused, held, steered and warned about, and shadow policies would refuse more of it."""
     traffic = [Sent(path, "ann", BODIES[4]) for path in PATHS for _ in range(2)]
     service = watched([SHAPE], "healthy")
@@ -164,7 +199,7 @@ def test_there_is_something_to_change() -> None:
 
 
 @pytest.mark.parametrize("health", ["raises", "store fails", "store fails later"])
-def test_what_goes_wrong_is_counted(health: str) -> None:
+def test_failures_of_shadow_policies_are_counted(health: str) -> None:
     service = watched([SHAPE], health)
 
     list_effects(service, [Sent("/warn", "ann", b"x")])
@@ -173,13 +208,13 @@ def test_what_goes_wrong_is_counted(health: str) -> None:
     assert sample(service, "store_errors_total", kind="connection") == (health != "raises")
 
 
+ROOT = {"pathExact": "/"}
 READER = {"similarity": "tail", **USER}
-ACTS = policy("acts", {"pathExact": "/"}, **READER)
-WATCHES = policy("watches", {"pathExact": "/"}, mode="shadow", **READER)
+ACTS = policy("acts", ROOT, **READER)
+WATCHES = policy("watches", ROOT, mode="shadow", **READER)
 
 
-def test_what_shadow_policies_look_into_costs_enforcing_ones_nothing() -> None:
-    """A caller's time for looking into bodies is spent by enforcing policies alone, where shadow policies look as well."""
+def test_shadow_inspection_costs_enforcing_policies_no_time() -> None:
     alone, beside = make_service(WATCHES), make_service(ACTS, WATCHES)
 
     for service in (alone, beside):
@@ -191,7 +226,7 @@ def test_what_shadow_policies_look_into_costs_enforcing_ones_nothing() -> None:
     assert not beside.budget.allows("x-user-id=ann", 0.0)
 
 
-def test_shadow_policies_that_have_used_up_their_time_count_nothing() -> None:
+def test_shadow_policies_without_time_left_count_nothing() -> None:
     service = make_service(ACTS, WATCHES)
     service.budget.allows("x-user-id=ann", perf_counter())
     service.budget.spend("x-user-id=ann", 1_000, shadow=True)

@@ -1,4 +1,4 @@
-"""The kill switches of drop-in bundles: which callers they stop, by what, for how long, and what a client is told."""
+"""Kill switches of drop-in bundles: whom they stop, for how long, and what the client gets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def make_service(policies: PolicySet, **settings: Any) -> Service:  # noqa: ANN4
 
 
 def place_of(caplog: pytest.LogCaptureFixture) -> str:
-    """Where the kill switch stands that held for the last request; empty for none."""
     places = [vars(line)["fields"]["place"] for line in caplog.records if line.message == "kill switch"]
     return places[-1].rpartition("/")[2] if places else ""
 
@@ -88,10 +87,10 @@ def place_of(caplog: pytest.LogCaptureFixture) -> str:
         ([switch(description="why", **{"x-ticket": "7"})], "/guarded", BAD, "0"),
     ],
 )
-def test_a_switch_stops_the_caller_that_it_names(
+def test_switch_stops_the_caller_it_names(
     switches: list[Any], path: str, named: dict[str, Any], place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each kind of descriptor can select a caller; its value is compared exactly, but for the scheme of a credential."""
+    """Values are compared exactly, except for the scheme of a credential."""
     service = make_service(load(*switches), allow_unverified_jwt=True)
 
     exchange(service, headers(path, **named))
@@ -110,8 +109,7 @@ def test_a_switch_stops_the_caller_that_it_names(
         ({"global_shadow": OVERRIDE}, 0, "0"),
     ],
 )
-def test_switches_and_overrides_end_while_the_server_runs(more: dict[str, Any], minutes: int, place: str | None) -> None:
-    """Without a reload. A global shadow is about policies."""
+def test_switches_and_overrides_end_without_a_reload(more: dict[str, Any], minutes: int, place: str | None) -> None:
     text = json.dumps(bundle(GUARDED, **{"kill_switches": [switch()], **more})).encode()
     engine = Engine(parse({"b.json": text}, NOW), NOW)
 
@@ -124,8 +122,7 @@ def killed(service: Service, mode: str) -> float:
     return sample(service, "kill_switched_total", scope_key="header:x-user-id", mode=mode)
 
 
-def test_a_switch_is_asked_before_anything_else(caplog: pytest.LogCaptureFixture) -> None:
-    """A request is refused on its headers, whether a policy matches it or not; nothing is counted, one line is logged."""
+def test_switch_refuses_on_headers_and_counts_nothing(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(load(switch(reason="abuse")))
 
     for path in ("/guarded", "/elsewhere"):
@@ -149,8 +146,8 @@ def test_a_switch_is_asked_before_anything_else(caplog: pytest.LogCaptureFixture
     }
 
 
-def test_in_shadow_a_switch_is_reported_and_does_nothing() -> None:
-    """`serve --shadow` never acts: the request is passed on to the policies."""
+def test_switch_in_shadow_is_only_reported() -> None:
+    """`serve --shadow` passes the request on to the policies."""
     service = make_service(load(switch()), shadow=True)
 
     answers = [decoded(exchange(service, headers("/guarded", end=True, x_user_id="bad"))[-1]) for _ in range(3)]
@@ -170,7 +167,7 @@ def test_in_shadow_a_switch_is_reported_and_does_nothing() -> None:
     ],
     ids=["Anthropic", "MCP", "Gemini", "OpenAI"],
 )
-def test_a_refusal_has_the_shape_of_its_api(path: str, shape: dict[str, Any]) -> None:
+def test_refusal_by_switch_has_shape_of_its_api(path: str, shape: dict[str, Any]) -> None:
     message = headers(path, x_user_id="bad", mcp_protocol_version="2025-06-18")
     (reply,) = exchange(make_service(load(switch())), message)
 
@@ -180,7 +177,7 @@ def test_a_refusal_has_the_shape_of_its_api(path: str, shape: dict[str, Any]) ->
     assert "kill_switch" in document["error"]["message"]
 
 
-def test_a_switch_comes_with_a_route_as_well() -> None:
+def test_route_may_carry_a_switch() -> None:
     service = make_service(load())
     attribute = {POLICY_ATTRIBUTE: json.dumps(bundle(kill_switches=[switch()]))}
 
@@ -209,7 +206,7 @@ KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names o
         ("bad", [("", f"it must be an object {{{', '.join(f'{chr(34)}{key}{chr(34)}' for key in KEYS)}}}, not 'bad'")]),
     ],
 )
-def test_a_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[str, str]]) -> None:  # noqa: ANN401  # any JSON
+def test_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[str, str]]) -> None:  # noqa: ANN401  # any JSON
     with pytest.raises(BundleErrors) as failure:
         load(switch(), entry)
 
@@ -219,8 +216,7 @@ def test_a_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[
     assert found == expected
 
 
-def test_what_cannot_act_is_told() -> None:
-    """A descriptor that cannot be derived is unenforced; an expired switch and a route like a prefix are warnings."""
+def test_switch_that_cannot_act_is_reported() -> None:
     policies = load(switch("ip:country", "XX"), switch(expires_at="2026-05-31T00:00:00Z"), switch(route="/v1/"))
 
     derived = "the descriptor ip:country cannot be derived by Loopguard, so this kill switch stops no one"
@@ -231,7 +227,7 @@ def test_what_cannot_act_is_told() -> None:
     ]
 
 
-def test_explain_names_the_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_names_the_switch_that_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "b.json"
     file.write_text(json.dumps(bundle(GUARDED, kill_switches=[switch(reason="abuse")])))
     asked = ["explain", "--policy", str(file), "-H", "x-user-id: bad", "http://h/guarded"]

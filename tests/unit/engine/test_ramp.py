@@ -1,4 +1,4 @@
-"""Which callers a policy acts on while it is ramped up."""
+"""Which callers a policy acts on while `enforce_percent` is raised."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from math import sqrt
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from extproc.ext_proc.service import Service
 from extproc.request.fingerprint import MAX_TARGET
@@ -30,7 +28,7 @@ def count(service: Service, mode: str, policy: str = "p") -> float:
 
 
 def acts_on(service: Service, user: str = "", path: str = "/", policy: str = "p", **more: str) -> bool:
-    """Whether the policy acts on a request; else it watches it."""
+    """Whether the policy acts on a request; otherwise it watches it."""
     before = count(service, "enforce", policy), count(service, "shadow", policy)
     given: dict[str, Any] = {"x_user": user, **more} if user else more
     exchange(service, headers(path, end=True, **given))
@@ -39,18 +37,9 @@ def acts_on(service: Service, user: str = "", path: str = "/", policy: str = "p"
     return bool(acted)
 
 
-@given(user=st.text(min_size=1), smaller=st.integers(1, 100), larger=st.integers(1, 100), seed=st.from_regex(r"\A[a-z]{1,9}\Z"))
-def test_a_larger_share_holds_every_smaller_one(user: str, smaller: int, larger: int, seed: str) -> None:
-    smaller, larger = sorted((smaller, larger))
-
-    if acts_on(ramped(smaller, ramp_seed=seed), user):
-        assert acts_on(ramped(larger, ramp_seed=seed), user)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("percent", [1, 5, 25, 50, 75, 99])
-def test_the_share_is_what_was_asked_for(percent: int) -> None:
-    """Of 5,000 callers as many are acted on as chance would choose, within four standard deviations."""
+@pytest.mark.parametrize("percent", [5, 75])
+def test_share_of_callers_is_as_configured(percent: int) -> None:
     callers, share = 5_000, percent / 100
     service = ramped(percent)
 
@@ -68,15 +57,14 @@ def test_the_share_is_what_was_asked_for(percent: int) -> None:
         ("other", {"ann": 74, "bob": 15, "carl": 45, "dora": 79, "\u00e9": 21}),
     ],
 )
-def test_a_place_is_the_same_everywhere_and_for_good(seed: str, places: dict[str, int]) -> None:
-    """Places are part of what replicas of two versions agree about: another hash would move every caller."""
+def test_places_of_callers_never_change(seed: str, places: dict[str, int]) -> None:
+    """Replicas of two versions agree about places: another hash would move every caller."""
     for user, place in places.items():
         assert not acts_on(ramped(place - 1, ramp_seed=seed), user)
         assert acts_on(ramped(place, ramp_seed=seed), user)
 
 
-def test_policies_choose_for_themselves_unless_they_share_a_seed() -> None:
-    """The first steps of different policies reach different callers, unless a policy under a new name keeps the old seed."""
+def test_policies_choose_other_callers_unless_seed_is_shared() -> None:
     users = [f"user-{number}" for number in range(400)]
     services = {"one": ramped(50, "one"), "other": ramped(50, "other"), "third": ramped(50, "third", ramp_seed="one")}
 
@@ -86,7 +74,7 @@ def test_policies_choose_for_themselves_unless_they_share_a_seed() -> None:
     assert 60 < len(one & other) < 140
 
 
-def test_the_order_of_the_keys_makes_no_difference() -> None:
+def test_order_of_keys_makes_no_difference() -> None:
     keys = [USER, "query:team"]
 
     there, back = (
@@ -98,8 +86,7 @@ def test_the_order_of_the_keys_makes_no_difference() -> None:
 
 
 @pytest.mark.parametrize("user", ["ann", "carl"])
-def test_those_who_are_out_are_watched(user: str) -> None:
-    """They count and are reported as in shadow, under shadow's keys, and nothing is done about their loops."""
+def test_callers_outside_the_share_are_watched(user: str) -> None:
     store = RecordingStore()
 
     answer = repeat(ramped(25, store=store), headers(end=True, x_user=user), times=3)
@@ -110,7 +97,7 @@ def test_those_who_are_out_are_watched(user: str) -> None:
     assert {key.partition("loop:p:")[0] for key in store.keys} == {"" if acting else "shadow:"}
 
 
-def test_callers_are_chosen_by_other_keys_than_they_are_counted_by() -> None:
+def test_ramp_by_chooses_callers_by_other_keys() -> None:
     store = RecordingStore()
     service = ramped(50, store=store, ramp_by=["header:x-org"])
 
@@ -121,12 +108,11 @@ def test_callers_are_chosen_by_other_keys_than_they_are_counted_by() -> None:
     assert len(set(store.keys)) == 80
 
 
-def test_a_caller_without_keys_is_watched_until_all_callers_are_acted_on() -> None:
-    """Callers without keys would all be in or all be out; at 100 percent all callers are in."""
+def test_caller_without_keys_is_watched_below_100_percent() -> None:
     assert [acts_on(ramped(percent, ramp_by=["jwt:org"]), "ann") for percent in (1, 99, 100)] == [False, False, True]
 
 
-def test_keys_that_a_caller_lacks_are_reported_once() -> None:
+def test_missing_keys_are_reported_once() -> None:
     service = ramped(99, ramp_by=["jwt:org", USER], missing_descriptor="share")
 
     exchange(service, headers(end=True))
@@ -135,7 +121,7 @@ def test_keys_that_a_caller_lacks_are_reported_once() -> None:
     assert missing == [1, 1]
 
 
-def test_a_query_that_is_not_counted_chooses_no_caller() -> None:
+def test_uncounted_query_chooses_no_caller() -> None:
     service = ramped(99, limit_keys=["query:user"])
 
     exchange(service, headers(f"/?user=ann&{'a' * MAX_TARGET}", end=True))
@@ -144,7 +130,7 @@ def test_a_query_that_is_not_counted_chooses_no_caller() -> None:
     assert count(service, "enforce") == count(service, "shadow") == 0
 
 
-def test_a_ramp_that_fails_acts_on_no_caller() -> None:
+def test_failing_ramp_acts_on_no_caller() -> None:
     shares = policy("p", ANY, enforce_percent=99, limit_keys=[USER])
     service = make_service(shares, policy("q", ANY, limit_keys=[USER], action="warn"))
     broken: Any = service.engine.plans[0].ramp
@@ -155,7 +141,7 @@ def test_a_ramp_that_fails_acts_on_no_caller() -> None:
     assert sample(service, "fail_open_total", reason="internal_error") == 1
 
 
-def test_shadow_mode_of_everything_knows_no_share() -> None:
+def test_global_shadow_overrides_the_share() -> None:
     service = make_service()
     item = policy("p", ANY, enforce_percent=99, limit_keys=[USER])
 
@@ -165,8 +151,7 @@ def test_shadow_mode_of_everything_knows_no_share() -> None:
 
 
 @pytest.mark.parametrize(("keep", "namespaces"), [(False, ["shadow:", "shadow:", "", ""]), (True, ["shadow:"] * 4)])
-def test_who_enters_starts_at_zero_or_brings_the_counts_along(keep: bool, namespaces: list[str]) -> None:
-    """From shadow, over a share without the caller to one with it, and then to all; what a session has shown comes along."""
+def test_keep_counts_decides_what_entering_callers_bring(keep: bool, namespaces: list[str]) -> None:
     store = RecordingStore()
     session: dict[str, Any] = {"limit_keys": [USER], "session": {}, "similarity": "turns"}
     steps = [make_service(policy("p", ANY, mode="shadow", **session), store=store)]

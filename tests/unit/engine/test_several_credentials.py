@@ -44,13 +44,11 @@ Send = Callable[[], ProcessingResponse]
 
 
 def send(service: Service, path: str = MESSAGES, data: bytes = PROMPT, **named: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    """One request; `JUNK` in a header is another value each time."""
     shown: dict[str, Any] = {name: value.replace("JUNK", f"junk-{next(JUNK)}") for name, value in named.items()}
     return decoded(exchange(service, headers(path, **shown), body(data))[-1])
 
 
 def judge(path: str = MESSAGES, keys: Any = ("credential",), claims: Any = None, **named: str) -> list[Any]:  # noqa: ANN401  # a table's
-    """The callers of a request, by their descriptors."""
     request = HttpRequest(
         "POST",
         path,
@@ -91,7 +89,7 @@ def only_steps(most: int, keys: Sequence[Any] = ("credential",)) -> dict[str, An
 @pytest.mark.parametrize("keys", [["credential"], [CALLER]])
 @pytest.mark.parametrize("guard", GUARDS)
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_makes_no_new_caller(path: str, shown: dict[str, Any], guard: str, keys: list[Any]) -> None:
+def test_junk_credential_makes_no_new_caller(path: str, shown: dict[str, Any], guard: str, keys: list[Any]) -> None:
     make, reason = GUARDS[guard]
     service = make_service(make(keys))
     bodies = [turns(place if guard == "sessions" else 1) for place in range(4)]
@@ -104,7 +102,7 @@ def test_junk_makes_no_new_caller(path: str, shown: dict[str, Any], guard: str, 
 
 
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_does_not_hide_a_blocked_credential(path: str, shown: dict[str, Any]) -> None:
+def test_junk_credential_does_not_hide_a_blocked_one(path: str, shown: dict[str, Any]) -> None:
     for made in (
         policy("p", ANY, limit_keys=[CALLER], threshold_identical_requests=99),
         limited(bucket(burst=9, keys=[CALLER])),
@@ -133,10 +131,10 @@ SPENDING = limited(bucket(burst=99, keys=["credential"]), circuit_breaker=BREAKE
     ],
     ids=["allowed", "allowed, and another one", "granted, and another one", "a breaker", "headers in first_of"],
 )
-def test_what_holds_for_a_caller_frees_no_other(
+def test_order_for_one_caller_frees_no_other(
     made: dict[str, Any], orders: dict[str, str], shown: dict[str, str], reasons: list[str]
 ) -> None:
-    """Who knows an allowed key id cannot use it as a passport: the strictest verdict holds."""
+    """The strictest verdict holds, so an allowed key id is no pass for another caller."""
     service = make_service(made)
     for secret, kind in orders.items():
         apply_orders(service, order(kind, Target(caller=service.key.hide(secret)), grant=Grant(steps=9)))
@@ -146,8 +144,7 @@ def test_what_holds_for_a_caller_frees_no_other(
     assert [refused(send(service, CHAT, turns(step), x_session_id="s", **shown)) for step in steps] == reasons
 
 
-def test_rules_without_credentials_are_charged_once() -> None:
-    """Each caller pays its own budget; a budget that they share pays for one request."""
+def test_shared_budget_is_charged_once_for_several_callers() -> None:
     team = bucket(0.001, burst=3, name="team", keys=["header:x-team"])
     service = make_service(limited(bucket(0.001, burst=9, keys=["credential"]), team))
     both: dict[str, Any] = {"x_api_key": "sk-a", "authorization": "Bearer sk-b", "x_team": "t"}
@@ -161,7 +158,7 @@ def test_rules_without_credentials_are_charged_once() -> None:
     assert left == {("r", 6), ("team", 0)}, "the refused request was given back by all"
 
 
-def test_each_caller_settles_what_it_reserved() -> None:
+def test_each_caller_settles_its_own_reservation() -> None:
     tokens = rule(
         "cost_based", keys=["credential"], budget=100_000, period="1h", cost_key="usage:tokens", staged_actions=REJECT
     )
@@ -175,8 +172,7 @@ def test_each_caller_settles_what_it_reserved() -> None:
     assert told[0]["call"] != told[1]["call"]
 
 
-def test_one_request_is_reported_as_one() -> None:
-    """In metrics and in the decision, each guard has one verdict, which names the caller that repeats."""
+def test_request_of_several_callers_is_reported_once() -> None:
     service = make_service(LOOPS)
 
     answers = [send(service, **REAL) for _ in range(3)]
@@ -190,7 +186,7 @@ def test_one_request_is_reported_as_one() -> None:
     assert metadata_of(answers[-1])["count"] == 3
 
 
-def test_a_canary_counts_the_callers_of_its_policy() -> None:
+def test_canary_counts_all_credentials_as_its_policy_does() -> None:
     live, canary = policy("live", ANY, limit_keys=["credential"]), policy("try", ANY, mode="shadow", limit_keys=["credential"])
     shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
     alone, beside = make_service(canary), make_service(live, canary)
@@ -201,7 +197,7 @@ def test_a_canary_counts_the_callers_of_its_policy() -> None:
     assert [metadata_of(answer)["shadow_action"] for answer in answers[-1]] == ["reject", "reject"]
 
 
-def test_a_ramp_acts_if_it_covers_any_caller() -> None:
+def test_ramp_acts_if_it_covers_any_caller() -> None:
     service = make_service(policy("p", ANY, limit_keys=["credential"], enforce_percent=50))
 
     def acts(path: str = MESSAGES, **shown: Any) -> bool:  # noqa: ANN401  # headers
@@ -218,7 +214,7 @@ def test_a_ramp_acts_if_it_covers_any_caller() -> None:
 
 
 @pytest.mark.parametrize("header", ["cookie", "authorization"])
-def test_all_cookies_identify_a_caller(header: str) -> None:
+def test_cookie_is_compared_whole(header: str) -> None:
     service = make_service(policy("p", ANY, limit_keys=[f"header:{header}"], threshold_identical_requests=2))
 
     shown: list[dict[str, Any]] = [{header: "session=ann; dark"}, {header: "session=bob; dark"}]
@@ -247,13 +243,12 @@ def test_all_cookies_identify_a_caller(header: str) -> None:
         ),
     ],
 )
-def test_what_is_verified_goes_first_and_alone(keys: Any, claims: Any, shown: dict[str, str], expected: list[str]) -> None:  # noqa: ANN401  # a table's
-    """A verified claim is the only caller, wherever it is listed after a credential; equal secrets are one caller."""
+def test_verified_claim_is_the_only_caller(keys: Any, claims: Any, shown: dict[str, str], expected: list[str]) -> None:  # noqa: ANN401  # a table's
+    """A verified claim is the only caller, even if it is listed after a credential; equal secrets are one caller."""
     assert [each["caller"] for each in judge(keys=keys, claims=claims, **shown)] == expected
 
 
-def test_the_number_of_callers_is_bounded() -> None:
-    """By the places in which APIs have credentials, whatever else a client sends."""
+def test_number_of_callers_is_bounded() -> None:
     more = {f"x_{number}_api_key": f"v{number}" for number in range(200)}
     known = {"authorization": "a", "x_api_key": "b", "api_key": "c", "x_goog_api_key": "d"}
 
@@ -262,8 +257,7 @@ def test_the_number_of_callers_is_bounded() -> None:
     assert len(callers) == 5
 
 
-def test_a_body_is_read_once_for_all_callers() -> None:
-    """A client chooses the number of callers, so the work on a body must not grow with it."""
+def test_body_is_read_once_for_all_callers() -> None:
     looping: dict[str, Any] = {"similarity": "turns", "window_seconds": None, "limit_keys": ["credential"], "session": {}}
     request = HttpRequest("POST", CHAT, "host", {"api-key": b"k", "authorization": b"t"})
     limits = policy("p", ANY, session_limits={"max_tool_calls": 99}, **looping)
@@ -281,7 +275,7 @@ def test_a_body_is_read_once_for_all_callers() -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_a_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: bool) -> None:  # a parameter
+def test_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: bool) -> None:  # a parameter
     named = {name.replace("_", "-"): value.encode() for name, value in shown.items()}
     engine = make_engine(policy("p", ANY, limit_keys=["credential"]))
     request = HttpRequest("POST", path, "host", named)

@@ -21,27 +21,21 @@ NOW = datetime(2026, 6, 1, tzinfo=UTC)
 
 
 def load(*namespaces: str, **files: object) -> PolicySet:
-    """Parse files `a/p.json` and so on."""
     data = {f"{name}/p.json": json.dumps(document).encode() for name, document in files.items()}
     return parse(data, NOW, namespaces=[parse_namespace(text) for text in namespaces])
 
 
 def find_errors(*namespaces: str, **files: object) -> list[str]:
-    """The errors of such files."""
-    try:
+    with pytest.raises(BundleErrors) as failure:
         load(*namespaces, **files)
-    except BundleErrors as errors:
-        return [str(error) for error in errors.errors]
-    return []
+    return [str(error) for error in failure.value.errors]
 
 
 def select(**selector: Any) -> dict[str, Any]:  # noqa: ANN401  # any selector
-    """A policy with this selector."""
     return policy("b-p", selector, limit_keys=["jwt:org"])
 
 
-def test_a_namespace_is_parsed() -> None:
-    """Every kind, several of each, hosts and paths as selectors have them."""
+def test_namespace_has_hosts_paths_routes_and_ids() -> None:
     found = parse_namespace("teams/b=host:B.example.com:8443,path:/b//x,path:/c,route:chat,id:b-")
 
     assert found == Namespace("teams/b", ("b.example.com",), ("/b/x", "/c"), ("chat",), ("b-",))
@@ -50,8 +44,7 @@ def test_a_namespace_is_parsed() -> None:
 @pytest.mark.parametrize(
     "text", ["", "b", "=path:/b", "b=", "b=path:", "b=path:b", "b=host:*.example.com", "b=port:80", "b=path:/b,,"]
 )
-def test_what_is_no_namespace_is_an_error(text: str) -> None:
-    """A mistake is told with the form that is right, and never leaves a folder unrestricted."""
+def test_invalid_namespace_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="must be PATH=host:NAME"):
         read_namespaces([text], ["b"])
 
@@ -66,8 +59,7 @@ def test_what_is_no_namespace_is_an_error(text: str) -> None:
         ("q", ["p"], False),
     ],
 )
-def test_a_namespace_belongs_to_a_policy_path(path: str, paths: list[str], good: bool) -> None:
-    """It is one of them, below one, or above: a misspelt folder must not leave a team unrestricted."""
+def test_namespace_must_belong_to_a_policy_path(path: str, paths: list[str], good: bool) -> None:
     with nullcontext() if good else pytest.raises(UsageError, match=f"--namespace-of {path}: no policy path includes it"):
         assert read_namespaces([f"{path}=id:b-"], paths) == (Namespace(path, ids=("b-",)),)
 
@@ -106,24 +98,21 @@ HOSTS = "/spec/selector/hosts: must name only b.com, the hosts of b"
         (*killing("id:b-", "/b"), "/kill_switches/0…"),
     ],
 )
-def test_a_file_stays_within_its_namespace(namespace: str, document: dict[str, Any], error: str) -> None:
-    """Each kind that the namespace names applies, and the error stands where it is mended.
-
-    A kill switch has a path and no host, so only a namespace of paths can have one.
-    """
-    found = find_errors(f"b={namespace}", b=document)
-
-    assert [fits(each, f"b/p.json: {error}") for each in found] == [True] * bool(error), found
-    assert error or load(f"b={namespace}", b=document).sources[0].namespace == "b"
+def test_file_outside_its_namespace_is_rejected(namespace: str, document: dict[str, Any], error: str) -> None:
+    """A kill switch has a path and no host, so only a namespace of paths can have one."""
+    if error:
+        (found,) = find_errors(f"b={namespace}", b=document)
+        assert fits(found, f"b/p.json: {error}")
+    else:
+        assert load(f"b={namespace}", b=document).sources[0].namespace == "b"
 
 
-def test_ids_of_a_namespace_are_its_own() -> None:
-    """No other file may use them, so that none can be taken before the team needs it."""
+def test_ids_of_a_namespace_are_reserved() -> None:
     assert find_errors("b=id:b-", a=select(pathPrefix="/")) == ["a/p.json: /id: must not begin with b-: these ids belong to b"]
 
 
-def test_callers_are_named_within_a_namespace() -> None:
-    """A team's aliases name callers of its own policies only; those of files outside of any namespace are everyone's."""
+def test_aliases_apply_within_their_namespace() -> None:
+    """A team's aliases name callers of its own policies; aliases outside any namespace apply to all."""
     hashes = [character * 16 for character in "abc"]
     files = {}
     for name, own in (("a", hashes[:2]), ("b", hashes[:1]), ("c", hashes[2:])):
@@ -151,15 +140,13 @@ SHADOW["spec"]["mode"] = "shadow"
         (["b=id:b-"], {"a": [LIVE, SHADOW | {"id": "a-shadow"}], "b": LIVE | {"id": "b-live"}}, [("a-live", "a-shadow")]),
     ],
 )
-def test_a_namespace_is_compared_within_itself(
+def test_canaries_are_paired_within_their_namespace(
     namespaces: list[str], files: dict[str, object], pairs: list[tuple[str, str]]
 ) -> None:
-    """A shadow policy with another team's selector is no canary of that team's, and takes none from it."""
     assert [(pair.live, pair.candidate) for pair in Engine(load(*namespaces, **files), NOW).pairings] == pairs
 
 
-def test_a_canary_of_another_namespace_is_an_error() -> None:
-    """Even if it is named."""
+def test_canary_of_another_namespace_is_rejected() -> None:
     named = {**SHADOW, "spec": {**SHADOW["spec"], "canary_of": "a-live"}}
 
     assert [error.partition(": ")[2] for error in find_errors("b=id:b-", a=LIVE, b=named)] == [
@@ -189,8 +176,7 @@ def test_a_canary_of_another_namespace_is_an_error() -> None:
         ({"apis": ["ollama"]}, {"apis": ["openai"]}, False),
     ],
 )
-def test_overlaps_are_found(one: dict[str, Any], other: dict[str, Any], meet: object) -> None:
-    """Two selectors meet whichever comes first, and the policies of one file never do."""
+def test_overlapping_policies_of_two_files_are_found(one: dict[str, Any], other: dict[str, Any], meet: object) -> None:
     first, second = policy("p", one), policy("q", other)
     both = [find_overlaps(load(a=a, b=b).sources) for a, b in ((first, second), (second, first))]
 
@@ -198,8 +184,7 @@ def test_overlaps_are_found(one: dict[str, Any], other: dict[str, Any], meet: ob
     assert find_overlaps(load(a=[first, second]).sources) == []
 
 
-def test_of_many_overlaps_the_first_are_reported() -> None:
-    """One for each two files, to a bound; thousands of policies on one path are compared in bounded steps."""
+def test_reported_overlaps_are_bounded() -> None:
     alike = {name: [policy(f"{name}-{number}", {"pathPrefix": "/"}) for number in range(600)] for name in "ab"}
     many = {f"f{number:02}": policy(f"p-{number}", {"pathPrefix": "/"}) for number in range(30)}
 

@@ -32,13 +32,10 @@ REFUSED, DELAYED, WARNED, REPORTED = "are refused", "are delayed", "get a warnin
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The policy of a preset."""
-    policy: dict[str, Any] = json.loads(Path(find_preset(name)).read_text())
-    return policy
+    return json.loads(Path(find_preset(name)).read_text())  # type: ignore[no-any-return]  # an object
 
 
 def read_action(answer: ProcessingResponse) -> str:
-    """What happened to a request, in the words of descriptions; empty if it passed."""
     detected = metadata_of(answer)
     if answer.HasField("immediate_response"):
         return REFUSED
@@ -70,10 +67,11 @@ def describe(policy: dict[str, Any], times: int, milliseconds: int) -> str:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_equal_requests_get_what_the_description_says(preset: str) -> None:
-    """The policy's description and the table of the documentation say the same."""
+def test_preset_treats_equal_requests_as_described(preset: str) -> None:
     policy = read_preset(preset)
-    row = re.search(rf"^\|`{preset}`\|(.*)\|$", (ROOT / "docs" / "policies.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "policies.md").read_text()
+    row = re.search(rf"^\|`{preset}`\|(.*)\|$", page, re.MULTILINE)
+    assert f"\n|preset|{'|'.join(CASES)}|\n" in page
     assert row is not None
 
     done = {what: describe(policy, *case) for what, case in CASES.items()}
@@ -84,14 +82,8 @@ def test_equal_requests_get_what_the_description_says(preset: str) -> None:
     assert row[1].split("|") == [re.sub("^(are|get) ", "", words) for words in done.values()]
 
 
-def test_the_table_has_the_same_cases() -> None:
-    """In the same order."""
-    assert f"\n|preset|{'|'.join(CASES)}|\n" in (ROOT / "docs" / "policies.md").read_text()
-
-
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/policies/agents.json")), ids=lambda path: path.parts[-3])
-def test_examples_detect_what_the_preset_does(path: Path) -> None:
-    """They differ in callers and labels only."""
+def test_examples_detect_what_the_preset_detects(path: Path) -> None:
     example, preset = json.loads(path.read_text()), read_preset("agents")
 
     assert example["description"] == preset["description"]
@@ -99,20 +91,20 @@ def test_examples_detect_what_the_preset_does(path: Path) -> None:
 
 
 def with_a_clock(number: int) -> bytes:
-    """A prompt that is the same but for a clock, attempts and ids."""
+    """A prompt in which only a clock, attempts and ids change."""
     prompt = {"model": "m", "seed": number, "metadata": {"request_id": f"r{number}"}, "temperature": number / 100}
     system = {"role": "system", "content": f"Current time: 2026-11-26T12:00:{number:02}Z"}
     user = {"role": "user", "content": f"Fetch the page (attempt {number})"}
     return json.dumps({**prompt, "messages": [system, user]}).encode()
 
 
-def run_agents(task: str) -> list[Sent]:
-    """300 agents of one key within an hour, each for some steps, five at a time."""
+def run_agents() -> list[Sent]:
+    """100 agents of one key within 20 minutes, five at a time, each with a few steps."""
     requests: list[Sent] = []
-    for start in range(0, 300, 5):
+    for start in range(0, 100, 5):
         for steps in range(4):
             for number in range(start, start + 5):
-                messages = [{"role": "user", "content": task.format(number)}]
+                messages = [{"role": "user", "content": "Look into the queue."}]
                 for step in range(steps):
                     said = f"agent {number}, step {step}"
                     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
@@ -122,18 +114,18 @@ def run_agents(task: str) -> list[Sent]:
 
 
 SECTION = "Section {}. The supplier pays {} euros.\n\nWho pays?"
-LOOPED = [""] * 24 + [REFUSED] * 76
+LOOPED = [""] * 24 + [REFUSED] * 16
 TRAFFIC: dict[str, tuple[str, list[Sent], list[str]]] = {  # preset, requests with the milliseconds after them, and actions
-    "an equal loop": ("sessions", [(chat("Fetch the page"), 2_000)] * 100, LOOPED),
+    "an equal loop": ("sessions", [(chat("Fetch the page"), 2_000)] * 40, LOOPED),
     "a loop with a seed and attempts": (
         "sessions",
-        [(chat(f"Fetch the page (attempt {number})", seed=number), 2_000) for number in range(100)],
+        [(chat(f"Fetch the page (attempt {number})", seed=number), 2_000) for number in range(40)],
         LOOPED,
     ),
     "documents with one question": (
         "sessions",
-        [(chat(SECTION.format(number, number * 7)), 0) for number in range(200)],
-        [""] * 200,
+        [(chat(SECTION.format(number, number * 7)), 0) for number in range(60)],
+        [""] * 60,
     ),
     "twenty samples at once, and again": (
         "sessions",
@@ -141,11 +133,10 @@ TRAFFIC: dict[str, tuple[str, list[Sent], list[str]]] = {  # preset, requests wi
         [""] * 60,
     ),
     **{
-        f"a monitor every {gap} seconds: {preset}": (preset, [(chat("Still there?"), gap * 1_000)] * 500, [""] * 500)
-        for preset, gap in (("sessions", 5), ("sessions", 10), ("sessions", 45), ("agents", 45), ("agents", 59))
+        f"a monitor every {gap} seconds: {preset}": (preset, [(chat("Still there?"), gap * 1_000)] * 100, [""] * 100)
+        for preset, gap in (("sessions", 5), ("agents", 45))
     },
-    "300 agents with different tasks": ("sessions", run_agents("Mend issue {}."), [""] * 1_200),
-    "300 agents with one task": ("sessions", run_agents("Look into the queue."), [""] * 1_200),
+    "100 agents with one task": ("sessions", run_agents(), [""] * 400),
     "a loop with a clock, attempts and ids": (
         "agents",
         [(with_a_clock(number), 1_000) for number in range(1, 41)],
@@ -153,22 +144,20 @@ TRAFFIC: dict[str, tuple[str, list[Sent], list[str]]] = {  # preset, requests wi
     ),
     "items of a template": (
         "agents",
-        [(chat(f"Translate item {number} of 200."), 0) for number in range(200)],
-        [""] * 200,
+        [(chat(f"Translate item {number} of 200."), 0) for number in range(60)],
+        [""] * 60,
     ),
 }
 
 
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_loops_are_stopped_and_what_looks_like_one_is_not(name: str) -> None:
-    """Numbers that are no clock and no attempt are content."""
+def test_presets_stop_loops_and_pass_similar_traffic(name: str) -> None:
     preset, requests, expected = TRAFFIC[name]
 
     assert send_all(read_preset(preset), requests) == expected
 
 
-def test_a_refused_loop_hears_when_it_may_go_on() -> None:
-    """By a window, unlike a session that is at its limit; another caller goes on."""
+def test_refused_loop_gets_a_retry_after() -> None:
     service, _ = serve(read_preset("sessions"))
     answers = [
         decoded(exchange(service, headers(CHAT, authorization=f"Bearer {key}"), body(chat("Hi")))[-1])

@@ -1,4 +1,4 @@
-"""Files in a policy folder that look like policies and are not read are named, never passed over in silence."""
+"""Files in a policy folder that look like policies but are not read are named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHY = "is not read: policies are JSON, in files whose names end in .json"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One policy that is read, the schema that it names, and files beside them."""
+    """A policy that is read, the schema that it names, and files beside them."""
     for name in (*UNREAD, *PROSE):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -33,15 +33,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_only_possible_policies_are_named(folder: Path) -> None:
-    """Documentation, hidden files and leftovers of editors are not."""
+def test_only_possible_policies_are_named_as_unread(folder: Path) -> None:
     assert sorted(error.file for error in find_unread([str(folder)])) == sorted(str(folder / name) for name in UNREAD)
     assert find_unread([str(folder / "search.yaml")]) == []
 
 
 @pytest.mark.parametrize(("flags", "start"), [([], "warning: "), (["--strict"], "")])
 def test_validate_names_unread_files(flags: list[str], start: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As warnings, and with `--strict` as errors; the schema is none of them, and has no policies."""
     run = Run(capsys, "validate", *flags, str(folder))
 
     assert (run.code, run.out) == (len(flags), "" if flags else "good: 1 policy in 2 files\n")
@@ -50,7 +48,6 @@ def test_validate_names_unread_files(flags: list[str], start: str, folder: Path,
 
 
 def test_other_commands_name_unread_files(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As every command that reads policies does, also beside the error that nothing is read at all."""
     explained = Run(capsys, "explain", "--policy", str(folder), "http://localhost/v1/models")
     empty = Run(capsys, "validate", str(tmp_path / "team"))
 
@@ -59,7 +56,6 @@ def test_other_commands_name_unread_files(tmp_path: Path, folder: Path, capsys: 
 
 
 def test_serve_names_each_unread_file_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At start and when one appears, not at every reload."""
     with caplog.at_level(logging.WARNING, "loopguard"):
         reloader = Reloader(Settings(policy=(str(folder),)), Metrics())
         asyncio.run(reloader.reload(lambda _: None))

@@ -45,16 +45,14 @@ PACKERS: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {
 
 
 @pytest.mark.parametrize("name", PACKERS)
-def test_what_is_packed_is_read(name: str) -> None:
-    """Each encoding of the field, in any case, also as a memoryview, as the service has it."""
+def test_each_content_encoding_is_read(name: str) -> None:
     encoding, pack = PACKERS[name]
 
     assert read_text(pack(DATA), encoding, MEGABYTE) == DATA
     assert read_text(memoryview(pack(DATA)), encoding, MEGABYTE) == DATA
 
 
-def test_zstd_bodies_have_a_few_frames() -> None:
-    """Several frames are one text; a flood of empty ones, or half a frame, is unreadable."""
+def test_zstd_body_may_have_a_few_frames() -> None:
     frame = zstd.compress(DATA)
     empty = zstd.compress(b"")
 
@@ -65,8 +63,8 @@ def test_zstd_bodies_have_a_few_frames() -> None:
             read_text(body, b"zstd", MEGABYTE)
 
 
-def test_encodings_one_upon_the_other_are_undone_in_turn() -> None:
-    """The last one named was applied last; `identity` is none; more than two are refused."""
+def test_at_most_two_encodings_are_undone_in_turn() -> None:
+    """The last one named was applied last; `identity` is none."""
     twice = brotli.compress(_gzip(DATA))
 
     assert read_text(twice, b"gzip, identity , br", MEGABYTE) == DATA
@@ -88,8 +86,7 @@ def test_encodings_one_upon_the_other_are_undone_in_turn() -> None:
         (b"", b"gzip"),
     ],
 )
-def test_what_is_not_what_it_says_is_not_read(body: bytes, encoding: bytes) -> None:
-    """A body that is broken, cut off or of an unknown encoding says so."""
+def test_broken_or_unknown_encoding_is_unreadable(body: bytes, encoding: bytes) -> None:
     with pytest.raises(UnreadableError) as error:
         read_text(body, encoding, MEGABYTE)
 
@@ -98,11 +95,10 @@ def test_what_is_not_what_it_says_is_not_read(body: bytes, encoding: bytes) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKERS)
-def test_a_bomb_is_unpacked_no_further_than_the_limit(name: str) -> None:
-    """What unpacks to 50 MB is over a limit of 1 MB, and one byte more than the limit is, too."""
+def test_body_is_unpacked_up_to_the_limit(name: str) -> None:
     encoding, pack = PACKERS[name]
 
-    for size in (50 * MEGABYTE, MEGABYTE + 1):
+    for size in (4 * MEGABYTE, MEGABYTE + 1):
         with pytest.raises(UnreadableError) as error:
             read_text(pack(bytes(size)), encoding, MEGABYTE)
         assert error.value.reason == "inspect_limit"
@@ -110,13 +106,11 @@ def test_a_bomb_is_unpacked_no_further_than_the_limit(name: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
-def test_every_unicode_encoding_of_json_is_read(encoding: str) -> None:
-    """With a byte order mark or without, as Python's own parser of JSON reads them."""
+def test_each_unicode_encoding_is_read(encoding: str) -> None:
     assert bytes(read_text(TEXT.encode(encoding), b"", MEGABYTE)) == DATA
 
 
 @given(st.binary(max_size=40), st.sampled_from([b"", b"gzip", b"deflate", b"br", b"zstd", b"gzip,br"]))
-def test_any_bytes_are_read_or_refused(body: bytes, encoding: bytes) -> None:
-    """Nothing but UnreadableError is ever raised."""
+def test_any_bytes_are_read_or_unreadable(body: bytes, encoding: bytes) -> None:
     with suppress(UnreadableError):
         read_text(body, encoding, 100)

@@ -1,4 +1,4 @@
-"""The fingerprint, to the letter and by its properties."""
+"""The fingerprint: exact examples and properties."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from extproc.request.fingerprint import (
     NO_BODY,
-    Body,
-    hash_tenant,
     identify,
     join_descriptors,
     name_request,
@@ -71,38 +69,24 @@ def _composite(method: str, path: str, pairs: list[tuple[str, str]], body: bytes
     ],
     ids=["typical", "empty", "query"],
 )
-def test_the_composite_is_as_documented(
-    method: str, target: str, body: bytes, descriptors: dict[str, str], composite: str
-) -> None:
-    """An empty query keeps its slot, that of no body is eight zeros, and without descriptors nothing trails."""
+def test_composite_is_as_documented(method: str, target: str, body: bytes, descriptors: dict[str, str], composite: str) -> None:
+    """An empty query keeps its slot, an empty body is eight zeros, and without descriptors nothing trails."""
     assert _compose(HttpRequest(method, target), body, descriptors) == composite
 
 
-def test_the_digest_names_crc_and_check() -> None:
-    """The fingerprint is the composite's CRC32; the check tells apart what the CRC32 alone does not."""
-    one, other = [name_request("POST|/||", Body(length, 0xDEADBEEF, 1), "") for length in (5, 6)]
-
-    assert one[0] == other[0] == "POST|/||deadbeef"
-    assert one[1] == other[1] == f"{crc32(one[0].encode()):08x}"
-    assert one[2] != other[2]
-    assert len(one[2]) == len(hash_tenant("a=b")) == 16
-
-
-def test_a_crc_collision_does_not_share_a_key() -> None:
-    """Two bodies with one CRC32 and one length have one fingerprint but two checks."""
+def test_crc_collision_shares_fingerprint_but_not_check() -> None:
     one, other = b"plumless", b"buckeroo"  # a well-known CRC32 collision
 
     assert crc32(one) == crc32(other)
     assert len(one) == len(other)
     first, second = NO_BODY.plus(one), NO_BODY.plus(other)
     named, other_named = name_request("x", first, ""), name_request("x", second, "")
-    assert named[:2] == other_named[:2]
+    assert named[:2] == other_named[:2] == (f"x{first.crc32:08x}", f"{crc32(named[0].encode()):08x}")
     assert named[2] != other_named[2]
 
 
 @given(BODIES, st.binary(max_size=40), st.integers(0, 40))
-def test_a_body_in_chunks_is_the_same_body(head: bytes, body: bytes, cut: int) -> None:
-    """However a body is split, length and checksums are those of the whole body."""
+def test_body_in_chunks_equals_the_whole_body(head: bytes, body: bytes, cut: int) -> None:
     whole = head + body
 
     made = NO_BODY.plus(whole[:cut]).plus(whole[cut:])
@@ -111,10 +95,9 @@ def test_a_body_in_chunks_is_the_same_body(head: bytes, body: bytes, cut: int) -
 
 
 @given(METHODS, PATHS, PAIRS, BODIES, DESCRIPTORS, st.randoms())
-def test_order_never_matters(
+def test_order_of_query_and_descriptors_does_not_matter(
     method: str, path: str, pairs: list[tuple[str, str]], body: bytes, descriptors: dict[str, str], random: Random
 ) -> None:
-    """Query pairs and descriptors may come in any order."""
     shuffled_pairs = random.sample(pairs, len(pairs))
     shuffled = dict(random.sample([*descriptors.items()], len(descriptors)))
 
@@ -131,16 +114,15 @@ def _identity(request: Parts) -> object:
 
 
 @given(REQUESTS, REQUESTS, st.tuples(*[st.booleans()] * 5))
-def test_composites_are_equal_exactly_when_requests_are(one: Parts, drawn: Parts, take: tuple[bool, ...]) -> None:
-    """Equal composites mean equal method, normal path, decoded pairs, body CRC32 and descriptors, and the other way round."""
+def test_composites_are_equal_exactly_if_requests_are(one: Parts, drawn: Parts, take: tuple[bool, ...]) -> None:
+    """That is: method, normal path, decoded pairs, CRC32 of the body and descriptors."""
     other: Any = tuple(mine if same else theirs for mine, theirs, same in zip(one, drawn, take, strict=True))
 
     assert (_composite(*one) == _composite(*other)) == (_identity(one) == _identity(other))
 
 
 @given(REQUESTS, REQUESTS, st.tuples(*[st.booleans()] * 3))
-def test_a_retry_is_known_by_where_what_and_whose_it_is(one: Parts, drawn: Parts, take: tuple[bool, ...]) -> None:
-    """The same body to the same path in the same session has the same 8 bytes, and nothing else has."""
+def test_retry_is_identified_by_path_body_and_session(one: Parts, drawn: Parts, take: tuple[bool, ...]) -> None:
     (session, path, _, body, _), (session_2, path_2, _, body_2, _) = one, drawn
     other = path if take[0] else path_2, body if take[1] else body_2, session if take[2] else session_2
 
@@ -172,14 +154,12 @@ def test_a_retry_is_known_by_where_what_and_whose_it_is(one: Parts, drawn: Parts
         ("", ""),
     ],
 )
-def test_a_path_is_read_as_a_server_would(path: str, normal: str) -> None:
-    """Every spelling of a path is that path, and normalizing it again changes nothing."""
+def test_path_is_normalized_as_a_server_would(path: str, normal: str) -> None:
     assert normalize_path(path) == normalize_path(normal) == normal
 
 
 @given(st.lists(st.sampled_from(["/", "//", "/.", "/..", "a", "%61", "%2e", "%2F", ".", "%25", "b"]), max_size=12))
-def test_no_path_is_normalized_twice(parts: list[str]) -> None:
-    """What is normal stays as it is, and no dot segment and no empty segment is left within."""
+def test_normal_path_has_no_dots_or_empty_segments(parts: list[str]) -> None:
     normal = normalize_path("/" + "".join(parts))
 
     assert normalize_path(normal) == normal

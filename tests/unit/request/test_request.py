@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import urlsafe_b64encode
-from urllib.parse import parse_qsl, quote_plus
+from urllib.parse import parse_qsl
 
 import pytest
 from hypothesis import given
@@ -39,8 +39,8 @@ REQUEST = HttpRequest(
         ("ip:address", "address", "2001:db8::1"),
     ],
 )
-def test_each_source_of_descriptors(key: str, name: str, value: str) -> None:
-    """A limit key's name is the part after its source; the first of repeated values counts, an empty one counts as missing."""
+def test_each_source_of_descriptors_is_read(key: str, name: str, value: str) -> None:
+    """The name is the part after the source; the first of repeated values counts, an empty one is missing."""
     (found,) = compile_descriptors([key])
 
     assert (found.name, found.read(REQUEST, found.argument)) == (name, value)
@@ -57,8 +57,7 @@ def test_each_source_of_descriptors(key: str, name: str, value: str) -> None:
         ([], []),
     ],
 )
-def test_names_that_would_be_equal_are_written_in_full(keys: list[str], names: list[str]) -> None:
-    """Two descriptors never share a name; the same key twice is one descriptor."""
+def test_equal_descriptor_names_are_written_in_full(keys: list[str], names: list[str]) -> None:
     assert [found.name for found in compile_descriptors(keys)] == names
 
 
@@ -78,8 +77,7 @@ def test_names_that_would_be_equal_are_written_in_full(keys: list[str], names: l
         ({"a": 1}, ""),
     ],
 )
-def test_claims_become_text(value: object, text: str) -> None:
-    """Scalars have one spelling, whatever number type they came in; what is not a scalar counts as missing."""
+def test_scalar_claims_become_text(value: object, text: str) -> None:
     assert write_claim(value) == text
 
 
@@ -89,8 +87,8 @@ def bearer(payload: bytes, scheme: str = "Bearer") -> str:
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
-def test_a_token_is_decoded_without_its_padding(scheme: str) -> None:
-    """The scheme is case-insensitive; claims that are no scalars, or empty, are left out."""
+def test_unverified_token_is_decoded(scheme: str) -> None:
+    """The scheme is case-insensitive; claims that are empty or not scalar are left out."""
     claims = {"org_id": "\u00e9\u00ff?>", "n": 7, "admin": True, "aud": ["a"], "none": None, "empty": ""}
 
     found = decode_claims(bearer(json.dumps(claims).encode(), scheme))
@@ -117,8 +115,7 @@ def test_a_token_is_decoded_without_its_padding(scheme: str) -> None:
         bearer(b'{"org_id": "' + b"x" * MAX_TOKEN + b'"}'),
     ],
 )
-def test_what_is_no_token_has_no_claims(authorization: str) -> None:
-    """Anything that is not a JWT of sane size counts as missing and never raises."""
+def test_invalid_token_has_no_claims(authorization: str) -> None:
     assert decode_claims(authorization) == {}
 
 
@@ -129,15 +126,13 @@ JSON = st.recursive(
 
 
 @given(st.one_of(st.text(), st.binary().map(bearer), JSON.map(lambda value: bearer(json.dumps(value).encode()))))
-def test_no_token_can_break_the_decoding(authorization: str) -> None:
-    """Whatever a client sends as a token, decoding returns claims that can be hashed and compared."""
+def test_claims_of_any_token_can_be_encoded(authorization: str) -> None:
     found = decode_claims(authorization)
 
     assert all(text.encode("utf-8", "surrogateescape") for text in found.values())
 
 
-def test_half_a_surrogate_pair_in_a_token_can_be_encoded() -> None:
-    """JSON can spell a string that is no text; different such strings stay different and hashable."""
+def test_surrogates_in_tokens_stay_different() -> None:
     found = [decode_claims(bearer(rf'{{"a": "\u{code}"}}'.encode()))["a"] for code in ("d800", "dfff")]
 
     assert len({text.encode("utf-8", "surrogateescape") for text in found}) == 2
@@ -162,7 +157,7 @@ def test_half_a_surrogate_pair_in_a_token_can_be_encoded() -> None:
     ],
 )
 def test_targets_are_split(target: str, path: str, query: str) -> None:
-    """The path is everything before the first `?`, normalized; a target in absolute form loses its scheme and host."""
+    """A target in absolute form loses its scheme and host."""
     request = HttpRequest("GET", target)
 
     assert (request.path, request.query) == (path, query)
@@ -184,21 +179,12 @@ def test_targets_are_split(target: str, path: str, query: str) -> None:
     ],
 )
 def test_queries_are_decoded(query: str, pairs: list[tuple[str, str]]) -> None:
-    """`+` is a space, blanks are kept, what is no escape stays as it is, bytes that are not UTF-8 survive."""
+    """`+` is a space, blanks are kept, invalid escapes stay, bytes that are not UTF-8 survive."""
     assert HttpRequest("GET", f"/?{query}").read_query() == pairs
 
 
 @given(st.text(alphabet=st.sampled_from("ab=&+%41fF\u00e9\udcff"), max_size=20))
-def test_every_query_is_read_as_the_standard_library_reads_it(query: str) -> None:
-    """The short cut for queries without escapes gives what decoding them would have given."""
+def test_query_is_read_as_standard_library_reads_it(query: str) -> None:
     expected = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
 
     assert HttpRequest("GET", f"/?{query}").read_query() == expected
-
-
-@given(st.binary(max_size=6), st.binary(max_size=6))
-def test_different_bytes_stay_different(one: bytes, other: bytes) -> None:
-    """Two escaped values are equal after decoding only when their bytes are, UTF-8 or not, as names and as values."""
-    first, second = (HttpRequest("GET", f"/?{quote_plus(data)}={quote_plus(data)}").read_query() for data in (one, other))
-
-    assert (first == second) == (one == other)
