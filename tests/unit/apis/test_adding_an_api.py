@@ -1,4 +1,4 @@
-"""A new API is one new file, which is found: here it is one that no program speaks."""
+"""A new API is one new file that is found by itself; this one is made up."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def observe() -> Seen:
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    """The same, as that process tells it."""
+    """What that process reports."""
     command = [sys.executable, "-P", "-c", _START, str(ROOT / "tests" / "support" / "made_up")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -83,16 +83,14 @@ def seen() -> Seen:
     return found
 
 
-def test_without_its_file_it_is_unknown() -> None:
-    """What the tests below see is the file's doing."""
+def test_api_is_unknown_without_its_file() -> None:
     with pytest.raises(NotCounted, match="no_messages"):
         open_conversation(Document(b'{"dialogue": [{"by": "you", "says": "Get in."}]}'))
     assert "header:x-acme-key" not in ANYWHERE
 
 
 @pytest.mark.slow
-def test_its_conversation_is_read_and_its_notes_are_placed(seen: Seen) -> None:
-    """A detector finds the loop; the note stands behind the newest result, and no other byte has changed."""
+def test_conversation_of_new_api_is_read_and_steered(seen: Seen) -> None:
     assert seen["speakers"] == ["tool", "assistant", "user"]
     steered = seen["steered"]
     assert (steered["told"]["action"], steered["told"]["tool"], steered["told"]["count"]) == ("steer", "ring", 3)
@@ -102,8 +100,7 @@ def test_its_conversation_is_read_and_its_notes_are_placed(seen: Seen) -> None:
     assert json.loads(steered["sent_on"])["dialogue"][-1]["says"].count("3 of the last 3 turns were ring") == 1
 
 
-def test_its_refusals_have_its_shape(seen: Seen) -> None:
-    """As an error, with what it reads of the body, and as an answer of its model."""
+def test_refusals_have_shape_of_new_api(seen: Seen) -> None:
     refused = json.loads(seen["refused"]["refused"])
     assert refused.keys() == {"oops", "to"}
     assert refused["to"] == "a@b"
@@ -113,15 +110,13 @@ def test_its_refusals_have_its_shape(seen: Seen) -> None:
     assert refused["oops"] in completed["machine"]
 
 
-def test_its_tools_are_narrowed(seen: Seen) -> None:
-    """One of them is taken out, or all are forbidden by the choice among them."""
+def test_tools_of_new_api_are_narrowed(seen: Seen) -> None:
     assert seen["fewer"]["buttons"] == [{"labelled": {"name": "knock"}}]
     assert len(seen["without"]["buttons"]) == 2
     assert seen["without"]["may_push"] == "nothing"
 
 
-def test_its_model_and_its_usage_are_read(seen: Seen) -> None:
-    """Out of the path, out of what Envoy hands over, and by the rules that Envoy is given."""
+def test_model_and_usage_of_new_api_are_read(seen: Seen) -> None:
     assert seen["model"] == "m-1"
     assert seen["counts"] == [{"input": 7}, {"input": 7, "output": 2}]
     document, events = seen["rules"]
@@ -132,6 +127,5 @@ def test_its_model_and_its_usage_are_read(seen: Seen) -> None:
     assert "by_engine" in models
 
 
-def test_its_secrets_are_not_remembered(seen: Seen) -> None:
-    """The header in which its clients show who they are is one of those."""
+def test_credential_header_of_new_api_is_secret(seen: Seen) -> None:
     assert "header:x-acme-key" in seen["credentials"]

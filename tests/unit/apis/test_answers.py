@@ -1,4 +1,4 @@
-"""Refusals as each API writes its errors, byte for byte what its clients look for."""
+"""Refusals as each API writes its errors and answers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ RPC_ERROR = {"code": -32000, "message": MESSAGE, "data": {"type": "loop_detected
 
 
 def frame(path: str, sent: Mapping[str, bytes] | None = None, content: bytes | None = None, *, status: int = 429) -> Framed:
-    """A refusal of a request."""
     question = Question(HttpRequest("POST", path, headers=sent), content)
     refusal = Refusal(status, MESSAGE, "loop_detected", "recursive_loop_detected", DETAIL)
     return find_endpoint(question).write_error(refusal, question)
 
 
 def complete(path: str, content: bytes | None) -> Framed | None:
-    """The same as an answer of the model."""
+    """A refusal that is written as an answer of the model."""
     question = Question(HttpRequest("POST", path), content)
     completes = find_endpoint(question).complete
     return completes and completes(Completion(MESSAGE, question.model, "1f", 1_750_000_000), question)
@@ -74,8 +73,7 @@ def complete(path: str, content: bytes | None) -> Framed | None:
         ("/api/chat", PLAIN),
     ],
 )
-def test_the_path_says_which_api_is_called(path: str, expected: Mapping[str, Any]) -> None:
-    """Its last steps are enough, wherever a gateway has it."""
+def test_path_tells_the_api(path: str, expected: Mapping[str, Any]) -> None:
     framed = frame(path)
 
     assert (framed.status, framed.content_type, json.loads(framed.body)) == (429, "application/json", expected)
@@ -85,6 +83,7 @@ def test_the_path_says_which_api_is_called(path: str, expected: Mapping[str, Any
     ("sent", "content", "expected"),
     [
         ({"anthropic-version": b"2023-06-01"}, None, ANTHROPIC),
+        ({"content-type": b"application/grpc-web"}, None, PLAIN),  # it has another framing
         ({}, b'{"contents": []}', GEMINI),
         ({}, b'{"messages": [], "model": "m"}', PLAIN),
         ({}, b'{"jsonrpc": "2.0", "id": 7}', {"jsonrpc": "2.0", "id": 7, "error": RPC_ERROR}),
@@ -98,24 +97,17 @@ def test_the_path_says_which_api_is_called(path: str, expected: Mapping[str, Any
         ({}, b"\xff", PLAIN),
     ],
 )
-def test_headers_and_body_say_it_where_the_path_does_not(
+def test_headers_and_body_tell_api_of_unknown_path(
     sent: Mapping[str, bytes], content: bytes | None, expected: Mapping[str, Any]
 ) -> None:
-    """A header of one API's clients, or a key of one API's bodies; a body that cannot be read says nothing."""
     assert json.loads(frame("/llm", sent, content).body) == expected
 
 
 @pytest.mark.parametrize("content_type", [b"application/grpc", b"application/grpc+proto", b"Application/gRPC; a=b"])
-def test_grpc_gets_words(content_type: bytes) -> None:
-    """Envoy makes them the message of the RPC's status."""
+def test_grpc_gets_plain_text(content_type: bytes) -> None:
     framed = frame("/v1/messages", {"content-type": content_type})
 
     assert (framed.content_type, framed.body) == ("text/plain", MESSAGE.encode())
-
-
-def test_what_only_starts_like_grpc_is_not_grpc() -> None:
-    """gRPC-Web has another framing, of which Envoy takes care elsewhere."""
-    assert json.loads(frame("/x", {"content-type": b"application/grpc-web"}).body) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -129,8 +121,7 @@ def test_what_only_starts_like_grpc_is_not_grpc() -> None:
         (599, "INTERNAL", "InternalServerException"),
     ],
 )
-def test_errors_have_the_names_of_their_status(status: int, gemini: str, bedrock: str) -> None:
-    """A client of Gemini or Bedrock tells errors apart by name, and retries what is called throttled."""
+def test_gemini_and_bedrock_errors_are_named_by_status(status: int, gemini: str, bedrock: str) -> None:
     error = json.loads(frame("/models/m:generateContent", status=status).body)["error"]
 
     assert (error["code"], error["status"]) == (status, gemini)
@@ -146,8 +137,7 @@ def test_errors_have_the_names_of_their_status(status: int, gemini: str, bedrock
         ("/model/m/converse", ("message",)),
     ],
 )
-def test_all_refusals_have_the_shape_of_the_api(path: str, message_at: tuple[str, ...]) -> None:
-    """Of a loop, of what cannot be counted, of a store that is down: the reason and its code stand where clients look."""
+def test_all_refusals_have_the_shape_of_their_api(path: str, message_at: tuple[str, ...]) -> None:
     uncountable = policy("p", ANY, similarity="turns")
     uncountable["spec"]["uncountable"] = "reject"
     down = make_service(policy("p", ANY), store=FailingStore(), on_store_error="reject")
@@ -164,8 +154,7 @@ def test_all_refusals_have_the_shape_of_the_api(path: str, message_at: tuple[str
         assert f"({code})" in found
 
 
-def test_what_cannot_be_counted_of_json_rpc_is_refused_as_an_error_of_it() -> None:
-    """Under the id of the request, where that can be read: a client shows its program nothing else."""
+def test_uncountable_json_rpc_gets_an_error_with_its_id() -> None:
     document = policy("p", ANY, similarity="mcp")
     document["spec"]["uncountable"] = "reject"
     parts = b",".join([b"{}"] * 5_001)
@@ -179,8 +168,7 @@ def test_what_cannot_be_counted_of_json_rpc_is_refused_as_an_error_of_it() -> No
     assert found["error"]["message"].endswith("(inspect_limit).")
 
 
-def test_a_header_of_the_api_goes_with_the_refusal() -> None:
-    """Bedrock's clients read the kind of error from that header."""
+def test_bedrock_refusal_has_its_error_header() -> None:
     answer = repeat(make_service(policy("p", ANY)), headers("/model/m/converse", end=True), times=3)
 
     assert headers_of(answer)["x-amzn-errortype"] == "ThrottlingException"
@@ -199,8 +187,8 @@ def test_a_header_of_the_api_goes_with_the_refusal() -> None:
         ({"user_agent": "cohere/7.3.1", "x_fern_sdk_name": "cohere"}, 400),
     ],
 )
-def test_the_status_is_one_that_the_client_does_not_retry(sent: dict[str, Any], status: int) -> None:
-    """`auto` is 429, and 400 for clients that are known to retry that; a status of the operator's choice holds for all."""
+def test_auto_status_is_not_retried_by_the_client(sent: dict[str, Any], status: int) -> None:
+    """`auto` is 429, or 400 for clients that are known to retry a 429."""
     chosen, fixed = (make_service(policy("p", ANY, reject_status=choice)) for choice in ("auto", 418))
 
     answers = [repeat(service, headers(end=True, **sent), times=3).immediate_response for service in (chosen, fixed)]
@@ -217,8 +205,8 @@ def test_the_status_is_one_that_the_client_does_not_retry(sent: dict[str, Any], 
         ({"user_agent": "claude-cli/2.0.65 (external, cli)"}, 429),
     ],
 )
-def test_a_final_refusal_is_not_retried_by_anyone(sent: dict[str, Any], status: int) -> None:
-    """Where waiting does not help, `auto` is 400, but for a client that stops at a 429 and shows what it says."""
+def test_auto_status_of_final_refusal_is_not_retried(sent: dict[str, Any], status: int) -> None:
+    """`auto` is 400, or 429 for a client that stops at a 429 and shows what it says."""
     service = make_service(policy("p", ANY, similarity="turns", threshold_identical_requests=3, reject_status="auto"))
 
     answer = decoded(exchange(service, headers("/v1/chat/completions", **sent), body(looping(3)))[-1])
@@ -229,7 +217,7 @@ def test_a_final_refusal_is_not_retried_by_anyone(sent: dict[str, Any], status: 
 
 
 @pytest.mark.parametrize(("similarity", "statuses"), [("turns", [404]), ("exact", [200, 200, 429])])
-def test_a_program_that_only_ends_on_404_gets_that_where_waiting_does_not_help(similarity: str, statuses: list[int]) -> None:
+def test_mini_swe_agent_gets_404_for_final_refusals(similarity: str, statuses: list[int]) -> None:
     """mini-swe-agent, recognized by its prompt, retries a 400 for minutes. `make test-clients` runs the real program."""
     service = make_service(policy("p", ANY, similarity=similarity, threshold_identical_requests=3, reject_status="auto"))
     sent = looping(3).replace(b'"go"', b'"Then issue `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`."')
@@ -253,8 +241,7 @@ _KEYS = st.sampled_from(["model", "stream", "stream_options", "messages", "conte
     st.dictionaries(_KEYS, _JSON).map(lambda sent: json.dumps(sent).encode()) | st.binary() | st.none(),
     st.integers(400, 599),
 )
-def test_whatever_a_client_sends_is_answered(path: str, content: bytes | None, status: int) -> None:
-    """No request keeps its own refusal from being written, and it is JSON with the message in it."""
+def test_any_request_gets_its_refusal_written(path: str, content: bytes | None, status: int) -> None:
     framed, completed = frame(f"/{path}", content=content, status=status), complete(f"/{path}", content)
 
     assert framed.status == status
@@ -282,14 +269,12 @@ def read_events(framed: Framed | None, *, named: bool = False) -> list[Any]:
 
 
 def read_answer(framed: Framed | None) -> Any:  # noqa: ANN401  # JSON
-    """What a whole answer holds."""
     assert framed is not None
     assert (framed.status, framed.content_type) == (200, "application/json")
     return json.loads(framed.body)
 
 
-def test_a_chat_completion_is_one_to_the_sdk() -> None:
-    """It has the fields, and the types, that the SDK's own model of it asks for; so has each chunk, and the usage if wanted."""
+def test_chat_completion_is_valid_to_the_sdk() -> None:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     whole = ChatCompletion.model_validate(read_answer(complete("/v1/chat/completions", BODY)), strict=True)
@@ -304,8 +289,7 @@ def test_a_chat_completion_is_one_to_the_sdk() -> None:
     assert len(quiet) == len(events)
 
 
-def test_a_text_completion_is_one_to_the_sdk() -> None:
-    """Whole, and as the one piece of a stream."""
+def test_text_completion_is_valid_to_the_sdk() -> None:
     from openai.types import Completion as OpenAICompletion
 
     whole = OpenAICompletion.model_validate(read_answer(complete("/v1/completions", BODY)), strict=True)
@@ -316,8 +300,7 @@ def test_a_text_completion_is_one_to_the_sdk() -> None:
     assert (pieces[0]["choices"][0]["text"], end) == (MESSAGE, "[DONE]")
 
 
-def test_a_response_is_one_to_the_sdk() -> None:
-    """Each event is one that the SDK knows, in order; the last one holds the whole response."""
+def test_response_is_valid_to_the_sdk() -> None:
     from openai.types.responses import Response, ResponseStreamEvent
 
     whole = Response.model_validate(read_answer(complete("/v1/responses", BODY)), strict=True)
@@ -331,8 +314,7 @@ def test_a_response_is_one_to_the_sdk() -> None:
 
 
 @pytest.mark.slow
-def test_a_message_is_one_to_the_sdk() -> None:
-    """Of Anthropic, also on Vertex AI, where the path names the model."""
+def test_anthropic_message_is_valid_to_the_sdk() -> None:
     from anthropic.types import Message, RawMessageStreamEvent
 
     whole = Message.model_validate(read_answer(complete("/v1/messages", BODY)), strict=True)
@@ -348,8 +330,7 @@ def test_a_message_is_one_to_the_sdk() -> None:
     assert events[-1].type == "message_stop"
 
 
-def test_a_content_is_one_to_the_sdk() -> None:
-    """Of Gemini: whole, as the only event of a stream, or as the only element of an array."""
+def test_gemini_content_is_valid_to_the_sdk() -> None:
     from google.genai.types import GenerateContentResponse
 
     path = "/v1beta/models/gemini-3:"
@@ -364,7 +345,7 @@ def test_a_content_is_one_to_the_sdk() -> None:
         assert (answer.text, answer.model_version) == (MESSAGE, "gemini-3")
 
 
-def test_anthropic_on_bedrock_is_answered_in_its_own_language() -> None:
+def test_anthropic_on_bedrock_is_answered_in_its_format() -> None:
     """Other models on Bedrock have other formats, so no answer is made for them."""
     path, body = "/model/m/invoke", b'{"anthropic_version": "bedrock-2023-05-31"}'
 
@@ -373,8 +354,7 @@ def test_anthropic_on_bedrock_is_answered_in_its_own_language() -> None:
     assert complete(f"{path}-with-response-stream", b"{}") is None
 
 
-def test_ollama_streams_unless_told_otherwise() -> None:
-    """Each line is one that the SDK can parse; on a path like Ollama's, a body without a model is not answered."""
+def test_ollama_answer_is_streamed_by_default() -> None:
     import ollama
 
     whole = ollama.ChatResponse.model_validate(read_answer(complete("/api/chat", BODY)))
@@ -405,13 +385,11 @@ def test_ollama_streams_unless_told_otherwise() -> None:
         ("/anything", b'{"messages": []}'),
     ],
 )
-def test_what_cannot_be_answered_is_refused(path: str, content: bytes | None) -> None:
-    """The API is unknown, or has no such answers, or it is unclear whether a stream is wanted."""
+def test_unanswerable_request_gets_no_completion(path: str, content: bytes | None) -> None:
     assert complete(path, content) is None
 
 
-def test_a_chat_is_one_wherever_it_is_sent() -> None:
-    """A body with messages and a model is answered, whatever the path says."""
+def test_chat_body_is_answered_on_any_path() -> None:
     assert read_answer(complete("/llm", BODY))["choices"][0]["message"]["content"] == MESSAGE
 
 
@@ -424,8 +402,8 @@ def test_a_chat_is_one_wherever_it_is_sent() -> None:
     ],
     ids=["a large value", "a long name", "many values"],
 )
-def test_what_is_expensive_to_read_is_not_read(content: bytes) -> None:
-    """A refusal costs little, whatever stands in the request: what is longer than it need be counts as missing."""
+def test_question_reads_only_small_values(content: bytes) -> None:
+    """Values that are longer than necessary count as missing."""
     question = Question(HttpRequest("POST", "/v1/chat/completions"), content)
 
     assert question.read("stream_options") is None
@@ -434,8 +412,7 @@ def test_what_is_expensive_to_read_is_not_read(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("similarity", ["exact", "turns"])
-def test_a_refusal_as_a_completion_is_still_a_refusal(similarity: str) -> None:
-    """To the client it is an answer of the model; details, headers, metadata and metrics say what it is."""
+def test_refusal_as_completion_is_reported_as_refusal(similarity: str) -> None:
     service = make_service(policy("p", ANY, similarity=similarity, refuse_as="completion"))
     turn = [{"role": "assistant", "content": "Action: a[]"}, {"role": "user", "content": "no"}]
     sent = json.dumps({"model": "m", "messages": turn * 3}).encode()
@@ -453,8 +430,7 @@ def test_a_refusal_as_a_completion_is_still_a_refusal(similarity: str) -> None:
 @pytest.mark.parametrize(
     ("path", "sent"), [("/v1/embeddings", b'{"model": "m", "input": "x"}'), ("/v1/chat/completions", b"?")]
 )
-def test_a_request_that_is_not_to_a_model_is_refused_as_usual(path: str, sent: bytes) -> None:
-    """It gets the policy's status and the error of its API."""
+def test_refuse_as_completion_needs_a_model_call(path: str, sent: bytes) -> None:
     service = make_service(policy("p", ANY, refuse_as="completion", reject_status=422))
 
     immediate = repeat(service, headers(path), body(sent), times=3).immediate_response
@@ -463,19 +439,21 @@ def test_a_request_that_is_not_to_a_model_is_refused_as_usual(path: str, sent: b
     assert json.loads(immediate.body)["error"]["code"] == "recursive_loop_detected"
 
 
+_LENGTHS = st.text(max_size=300) | st.sampled_from(["x" * length for length in (127, 128, 16_383, 16_384, 300_000)])
+
+
 @given(
     st.dictionaries(
         st.text(max_size=5),
         st.recursive(
-            st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=300),
+            st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | _LENGTHS,
             lambda inner: st.dictionaries(st.text(max_size=5), inner, max_size=4),
             max_leaves=20,
         ),
         max_size=5,
     )
 )
-def test_metadata_is_what_protobuf_would_write(metadata: dict[str, Any]) -> None:
-    """Our own bytes are read as the Struct that protobuf fills."""
+def test_metadata_is_written_as_protobuf_does(metadata: dict[str, Any]) -> None:
     expected = ProcessingResponse()
     expected.dynamic_metadata.update({"loopguard": metadata})
 
@@ -484,8 +462,7 @@ def test_metadata_is_what_protobuf_would_write(metadata: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16_384, 3_000_000])
 @pytest.mark.parametrize("warning", ["", "loop_steer"])
-def test_a_body_is_replaced_as_protobuf_would_write_it(size: int, warning: str) -> None:
-    """Our own bytes are read as the message that protobuf fills, however long the body is."""
+def test_replaced_body_is_written_as_protobuf_does(size: int, warning: str) -> None:
     sent = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     expected = ProcessingResponse()
     expected.dynamic_metadata.update({"loopguard": {"count": 3}})
@@ -505,14 +482,6 @@ def test_a_body_is_replaced_as_protobuf_would_write_it(size: int, warning: str) 
     )
 
 
-def test_long_metadata_has_long_lengths() -> None:
-    """A text of more bytes than two digits of a length can say is read as it was written."""
-    for length in (127, 128, 16_383, 16_384, 3_000_000):
-        read = ProcessingResponse.FromString(write_metadata({"text": "x" * length}))
-        assert read.dynamic_metadata["loopguard"]["text"] == "x" * length  # type: ignore[index]  # a Struct
-
-
 @given(st.text(min_size=1, max_size=300) | st.integers(1, 2**17).map(lambda length: "x" * length))
-def test_metadata_of_one_text_is_what_it_would_be_among_others(text: str) -> None:
-    """A text that is alone in the metadata is written by a way of its own, to the same bytes."""
+def test_metadata_of_one_text_is_written_alike(text: str) -> None:
     assert write_sessions(text) == write_metadata({SESSIONS: text})

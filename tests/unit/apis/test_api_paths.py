@@ -1,4 +1,4 @@
-"""Selectors by API: on which paths a model answers, whatever stands before."""
+"""Selectors by API match the paths on which a model answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ AGENTS = json.loads(Path(find_preset("agents")).read_text())
 
 
 def selects(selector: dict[str, Any], path: str, method: str = "POST", host: str = "a.example") -> bool:
-    """Whether a policy with this selector matches a request."""
     return bool(make_engine(policy("p", selector)).match(HttpRequest(method, path, authority=host)))
 
 
 @pytest.mark.parametrize(("path", "api"), MODEL_CALLS.items())
 def test_model_call_is_selected_by_its_api(path: str, api: str) -> None:
-    """`any` and its own name select it; other names do not."""
     others = [name for name in API_NAMES if name != api]
 
     assert make_engine(AGENTS).match(HttpRequest("POST", path))
@@ -38,25 +36,23 @@ def test_model_call_is_selected_by_its_api(path: str, api: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path in OTHER_CALLS if ";" not in path])
 def test_other_call_is_not_selected_by_api(path: str) -> None:
-    """Token counts, embeddings, files and lists are no turns of a conversation."""
     assert not selects({"apis": "any"}, path)
 
 
 def test_path_parameters_do_not_hide_a_model_call() -> None:
-    """Servers that know path parameters ignore them, so the engine tries the path without."""
+    """Servers that know path parameters ignore them, so the engine tries the path without them."""
     assert not read_path("/v1/messages;x=1").api
     assert selects({"apis": ["anthropic"]}, "/v1/messages;x=1")
 
 
 @pytest.mark.parametrize("path", [*MODEL_CALLS, *OTHER_CALLS])
 def test_regex_for_envoy_agrees_with_the_selector(path: str) -> None:
-    """Of every API, the expression takes the whole path exactly if the selector takes it."""
     assert [name for name in API_NAMES if re.fullmatch(write_regex(name), path)] == [
         name for name in [read_path(path).api] if name
     ]
 
 
-def test_every_api_has_samples_of_its_own() -> None:
+def test_samples_of_each_api_are_its_own_paths() -> None:
     """`check-envoy` and its probe try them."""
     assert {read_path(path).api for path in SAMPLES["openai"]} == {"openai"}
     assert all({read_path(path).api for path in SAMPLES[name]} == {name} for name in API_NAMES)
@@ -76,12 +72,10 @@ def test_every_api_has_samples_of_its_own() -> None:
     ],
 )
 def test_paths_and_hosts_narrow_a_selector_by_api(narrowed: dict[str, Any], path: str, host: str, expected: bool) -> None:
-    """A request has to match every key."""
     assert selects({"apis": "any", **narrowed}, path, host=host) is expected
 
 
-def test_unknown_api_is_rejected_with_the_known_names() -> None:
-    """The error lists what would be right."""
+def test_unknown_api_is_rejected_with_known_names() -> None:
     unknown, word, none = [refused(spec(selector={"apis": apis}))[0] for apis in (["openai", "azure"], "every", [])]
 
     assert str(unknown).endswith("must be one of anthropic, bedrock, gemini, ollama, openai, not 'azure'")
@@ -90,7 +84,6 @@ def test_unknown_api_is_rejected_with_the_known_names() -> None:
 
 
 def test_presets_for_agents_select_by_api() -> None:
-    """The receiver of webhooks is no model."""
     chosen = {name: json.loads(Path(find_preset(name)).read_text())["spec"]["selector"].get("apis") for name in PRESETS}
 
     assert chosen == dict.fromkeys(PRESETS, "any") | {"webhook": None}

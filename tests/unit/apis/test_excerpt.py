@@ -1,4 +1,4 @@
-"""Excerpts of long bodies: nothing but older messages is left out, whatever texts look like, and no verdict is false."""
+"""Excerpts of long bodies leave out only older messages, and lead to no false verdict."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def make_text(chance: random.Random, most: int) -> str:
 
 
 def make_turns(chance: random.Random, most: int) -> list[Did]:
-    """A conversation in which some turns come again."""
     kinds = [
         ((("f", {"a": make_text(chance, 8), "b": [number, {"c": None}]}),) * chance.randrange(1, 3), make_text(chance, most))
         for number in range(chance.randrange(1, 6))
@@ -60,7 +59,6 @@ def make_turns(chance: random.Random, most: int) -> list[Did]:
 
 
 def add_keys(chance: random.Random, body: dict[str, Any]) -> dict[str, Any]:
-    """The same with other keys before and behind the messages."""
     others = {f"other {number}": [{"messages": [make_text(chance, 5)], "input": {"contents": []}}] for number in range(3)}
     others["tools"] = [{"type": "function", "function": {"name": make_text(chance, 3), "parameters": {"request": {}}}}] * 2
     if "request" in body and chance.random() < 0.5:
@@ -71,14 +69,13 @@ def add_keys(chance: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(chance: random.Random, body: object) -> bytes:
-    """JSON in one of the spellings that clients have."""
     separators = chance.choice([(",", ":"), (", ", ": "), (" ,\n", " : ")])
     text = json.dumps(body, indent=chance.choice([None, None, 2]), separators=separators, ensure_ascii=chance.random() < 0.5)
     return text.encode("utf-8", "replace")
 
 
 def shorten(chance: random.Random, data: bytes, most: int, *, pieces: bool) -> bytes | None:
-    """The excerpt of a body that is here at once, or that comes in pieces."""
+    """The excerpt of a body that comes at once or in pieces."""
     excerpt = Excerpt(LIST_PATHS, most)
     if not pieces:
         return excerpt.write(memoryview(data))
@@ -94,7 +91,7 @@ def shorten(chance: random.Random, data: bytes, most: int, *, pieces: bool) -> b
 
 
 def find_messages(body: Any) -> tuple[Any, Callable[[list[Any]], Any]]:  # noqa: ANN401  # JSON
-    """The messages of a body, and what makes the same body with others."""
+    """The messages of a body, and a function that makes the same body with others."""
     if "request" in body:
         inner, make = find_messages(body["request"])
         return inner, lambda messages: {**body, "request": make(messages)}
@@ -107,7 +104,7 @@ def find_messages(body: Any) -> tuple[Any, Callable[[list[Any]], Any]]:  # noqa:
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("seed", range(24))
 def test_only_older_messages_are_left_out(name: str, seed: int, pieces: bool) -> None:
-    """An excerpt is the same JSON with the newest messages alone; and where the whole body shows no loop, it shows none."""
+    """An excerpt is the same JSON with only the newest messages. It shows no loop that the whole does not show."""
     chance = random.Random(f"{name} {seed}")
     turns = make_turns(chance, 200)
     made = WRITERS[name](turns)
@@ -130,7 +127,6 @@ def test_only_older_messages_are_left_out(name: str, seed: int, pieces: bool) ->
 
 
 def check_verdicts(rule: Any, data: bytes, found: bytes) -> None:  # noqa: ANN401  # TurnRule
-    """What is a loop in the excerpt is one in the whole body, and its turns are turns of that."""
     whole, short = Document(data), Document(found, shortened=True)
     shown = [turn.show(10_000) for turn in rule.read(short).newest(32)]
     assert shown == [turn.show(10_000) for turn in rule.read(whole).newest(32)][: len(shown)]
@@ -140,21 +136,6 @@ def check_verdicts(rule: Any, data: bytes, found: bytes) -> None:  # noqa: ANN40
         assert found_whole.tools
     if len(shown) == 32:
         assert (found_short is None) == (found_whole is None)
-
-
-def test_most_excerpts_can_be_had() -> None:
-    """The property above is not empty: of ordinary conversations, nearly all show their newest turns."""
-    found = []
-    for name, writer in WRITERS.items():
-        for seed in range(20):
-            chance = random.Random(f"{name} {seed}")
-            calls = (("read", {"path": "app.py"}),)
-            turns = [Did(calls, ("No such file. " * 50,), thought=str(number), number=number) for number in range(1, 60)]
-            data = write(chance, writer(turns))
-            short = shorten(chance, data, len(data) // 2, pieces=bool(seed % 2))
-            found.append(short is not None and RULES[1].find_loop(RULES[1].read(Document(short, shortened=True))) is not None)
-
-    assert all(found)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +164,14 @@ def test_most_excerpts_can_be_had() -> None:
         "\ufeff{}".encode("utf-16") * 900,
     ],
 )
-def test_where_it_is_not_certain_there_is_no_excerpt(data: bytes) -> None:
-    """No messages, or no beginning of one that can be told: the body is not looked into."""
+def test_uncertain_body_has_no_excerpt(data: bytes) -> None:
     chance = random.Random(0)
 
     assert shorten(chance, data, 4_096, pieces=False) is None
     assert len(data) <= 4_096 or shorten(chance, data, 4_096, pieces=True) is None
 
 
-def test_a_key_that_stands_twice_is_read_as_parsers_read_it() -> None:
-    """The last one counts, be it the list that is shortened or not."""
+def test_last_of_a_duplicate_key_counts() -> None:
     chance = random.Random(0)
     old, new = json.dumps([{"role": "user", "content": "old"}]), json.dumps([{"role": "user", "content": "x"}] * 900)
 
@@ -205,8 +184,7 @@ def test_a_key_that_stands_twice_is_read_as_parsers_read_it() -> None:
     assert json.loads(last)["messages"] == json.loads(old)
 
 
-def test_what_is_hostile_is_given_up() -> None:
-    """More quotes or brackets than can be followed in the time that a request may take."""
+def test_excerpt_gives_up_on_many_quotes_or_brackets() -> None:
     chance = random.Random(0)
     for unit, most in ((b'"",', MAX_QUOTES), (b"{},", MAX_BRACKETS)):
         few, many = [b'{"messages":[%b1,1]}' % (unit * number) for number in (most // 4, most)]
@@ -214,8 +192,7 @@ def test_what_is_hostile_is_given_up() -> None:
         assert shorten(chance, many, 4_096, pieces=False) is None
 
 
-def test_more_than_can_be_followed_at_once_comes_in_pieces() -> None:
-    """So that no other request waits for it."""
+def test_very_long_body_is_read_in_pieces() -> None:
     chance = random.Random(0)
     data = json.dumps({"messages": [{"role": "user", "content": "x" * 10_000}] * (MAX_AT_ONCE // 10_000 + 10)}).encode()
 
@@ -223,8 +200,7 @@ def test_more_than_can_be_followed_at_once_comes_in_pieces() -> None:
     assert shorten(chance, data, 65_536, pieces=True) is not None
 
 
-def test_the_excerpt_of_a_conversation_that_cannot_be_read_says_nothing() -> None:
-    """As the whole would."""
+def test_excerpt_of_unreadable_conversation_is_not_counted() -> None:
     short = shorten(random.Random(0), b'{"messages":[' + b"1," * 9_000 + b"1]}", 4_096, pieces=False)
 
     assert short is not None

@@ -49,8 +49,8 @@ BODIES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_a_model_reads_is_counted(name: str) -> None:
-    """Texts by their characters, pictures as 1,000; neither JSON around them nor the bytes of a picture."""
+def test_characters_a_model_reads_are_counted(name: str) -> None:
+    """Texts count by character, pictures as 1,000; JSON around them and bytes of pictures do not count."""
     body, expected = BODIES[name]
     data = json.dumps({"model": "m", **body}).encode()
 
@@ -59,8 +59,7 @@ def test_what_a_model_reads_is_counted(name: str) -> None:
     assert expected <= found <= expected + 10
 
 
-def test_calls_and_results_are_read_by_the_model() -> None:
-    """With their names."""
+def test_calls_and_results_are_counted() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": json.dumps({"q": "x" * 200})}}
     messages: list[Any] = [
         {"role": "user", "content": "go"},
@@ -72,15 +71,13 @@ def test_calls_and_results_are_read_by_the_model() -> None:
     assert 700 <= count_characters(open_conversation(Document(data)), data) <= 740
 
 
-def test_a_body_that_is_very_long_is_measured_by_its_bytes() -> None:
-    """It is not read to its end."""
+def test_very_long_body_counts_by_its_bytes() -> None:
     data = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 800_000}] * 3}).encode()
 
     assert count_characters(open_conversation(Document(data)), data) == len(data)
 
 
-def test_depth_is_bounded() -> None:
-    """A client nests as it likes."""
+def test_nested_text_is_counted_to_a_depth() -> None:
     deep: Any = "x"
     for _ in range(200):
         deep = [deep]

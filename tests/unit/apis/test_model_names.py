@@ -1,4 +1,4 @@
-"""Which model a request asks, as the SDKs of the field write it, and what that costs."""
+"""The model that a request asks for, as SDKs write it, and its price."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ ARN = "arn:aws:bedrock:us-east-1:123456789012"
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[Upstream]:
-    """What the SDKs ask; its answers say nothing."""
     made = Upstream()
     yield made
     made.stop()
@@ -69,15 +68,13 @@ LIMITED: dict[str, Any] = {
 
 
 def _ask_session(target: str, content: bytes) -> object:
-    """The model that a session takes a request for."""
     *_, last = exchange(make_service(LIMITED), headers(target, x_user_id="u", x_session_id="s"), body(content))
     return json.loads(metadata_of(decoded(last))["sessions"])[0]["model"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sdk", "model", "expected"), ASKED)
-def test_every_reader_of_the_model_finds_the_same(upstream: Upstream, sdk: str, model: str, expected: str) -> None:
-    """Refusals, estimates of loops and sessions find one name in what an SDK really sends."""
+def test_all_readers_find_the_same_model(upstream: Upstream, sdk: str, model: str, expected: str) -> None:
     with suppress(Exception):  # each SDK has an error of its own for an answer that says nothing
         MODEL_SDKS[sdk](f"http://{upstream.address}", model, {})
 
@@ -106,13 +103,12 @@ def test_every_reader_of_the_model_finds_the_same(upstream: Upstream, sdk: str, 
         ("/v1/chat/completions", "m" * 60_000, "m" * LONGEST_MODEL),
     ],
 )
-def test_a_path_goes_before_a_body_where_the_api_has_it_there(path: str, named: str, expected: str) -> None:
-    """Else what the body says; names are bounded, whatever a client makes of them."""
+def test_model_in_path_goes_before_the_body(path: str, named: str, expected: str) -> None:
     assert find_model(path, named) == expected
 
 
-def test_an_arn_whose_slash_was_decoded_is_still_bedrocks() -> None:
-    """As a proxy does that is told to: the refusal is in the API's own format."""
+def test_arn_with_decoded_slash_is_bedrock() -> None:
+    """Some proxies decode it."""
     path = f"/model/{ARN}:inference-profile/us.{CLAUDE}/converse"
 
     assert find_endpoint(Question(HttpRequest("POST", path), b"{}")).complete is complete
@@ -132,16 +128,15 @@ _TEN = TokenPrice(Decimal(10), Decimal(10))
         f"arn:aws:bedrock:us-east-1::foundation-model/{CLAUDE}",
     ],
 )
-def test_a_price_holds_for_all_names_that_bedrock_has_for_a_model(model: str) -> None:
-    """Its id, an inference profile's, and the ARN of either; a price for the longer name goes before."""
+def test_price_holds_for_all_bedrock_names(model: str) -> None:
     usage = Usage(1_000_000, 0)
 
     assert Rates({CLAUDE: _DOLLAR, "*": _TEN}, _TEN).find_cost(model, usage) == 10**9
     assert Rates({CLAUDE: _TEN, model: _DOLLAR}, _TEN).find_cost(model, usage) == 10**9
 
 
-def test_a_policys_price_goes_before_the_packages_under_either_name() -> None:
-    """What the model calls itself may be known to the package alone: the price in the policy is for what was asked."""
+def test_price_of_policy_goes_before_that_of_package() -> None:
+    """The name in an answer may be known only to the package; the policy prices the name that was asked for."""
     rates = Rates({"production": _DOLLAR}, None)
 
     assert rates.choose_name("gpt-4o-2024-08-06", "production") == "production"

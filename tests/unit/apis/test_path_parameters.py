@@ -1,4 +1,4 @@
-"""Parameters of a path hide neither what is asked for nor who guards it."""
+"""Path parameters (`;x=1`) hide neither what is asked for nor which policy applies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ COUNT = "/v1beta/models/gemini-2.5-pro:countTokens"
 @pytest.mark.parametrize(
     "path", [COUNT, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/model/a%3Ab/count-tokens"]
 )
-def test_counting_tokens_is_free(path: str) -> None:
-    """No model answers."""
+def test_counting_tokens_asks_no_model(path: str) -> None:
     assert not read_path(path).asks_model
 
 
@@ -35,8 +34,7 @@ def test_counting_tokens_is_free(path: str) -> None:
         "/v1beta/models/x%3AgenerateContent:countTokens",
     ],
 )
-def test_a_path_that_may_be_read_otherwise_pays(path: str) -> None:
-    """Servers that know path parameters leave them out."""
+def test_ambiguous_path_pays(path: str) -> None:
     tokens = rule("token_bucket_llm", tokens_per_minute=1_000)
     service, _ = serve(limited(tokens))
 
@@ -49,8 +47,7 @@ def test_a_path_that_may_be_read_otherwise_pays(path: str) -> None:
     "path", ["/v1/chat/completions;x=1", "/v1/chat;x/completions", "/v1/chat%3Bx/completions;y", "/v1;/chat/completions"]
 )
 @pytest.mark.parametrize("selector", [{"pathExact": "/v1/chat/completions"}, {"pathPrefix": "/v1/chat/completions"}])
-def test_a_selector_finds_a_path_with_parameters(selector: dict[str, str], path: str) -> None:
-    """As it finds the path without them."""
+def test_selector_matches_path_with_parameters(selector: dict[str, str], path: str) -> None:
     policy = limited(bucket(burst=1), selector=selector)
     service, _ = serve(policy, limited(bucket(burst=9), identity="q"))
 
@@ -60,8 +57,7 @@ def test_a_selector_finds_a_path_with_parameters(selector: dict[str, str], path:
 @pytest.mark.parametrize(
     ("path", "killed"), [("/v1/chat;x/completions;y=1", True), ("/v1/chat/completions", True), ("/v1/x;y", False)]
 )
-def test_a_kill_switch_of_a_route_holds_with_parameters(path: str, killed: bool) -> None:  # a parameter
-    """Whatever they are."""
+def test_kill_switch_matches_path_with_parameters(path: str, killed: bool) -> None:  # a parameter
     switch = {"scope_key": "header:host", "scope_value": "api", "route": "/v1/chat/completions", "reason": "test"}
     policies = check(bundle(limited(bucket()), kill_switches=[switch]))
 

@@ -1,9 +1,10 @@
-"""Notes spliced into bodies: where they go, that every other byte stays, and that providers would take the body."""
+"""Where notes are spliced into bodies. `edit_fuzzer` tries many more bodies."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ from extproc.apis.places import Place, add_notes
 from extproc.request.document import NotCounted, decode_json
 from extproc.request.patch import AMBIGUOUS, Patch
 from tests.support.examples import examples
-from tests.support.model_requests import HOSTILE, REQUESTS, spelled
+from tests.support.looping import encoded
+from tests.support.model_requests import HOSTILE
 from tests.support.validators import VALIDATORS
 
 NOTE = 'Loop: "f" \\ again \u2014 \U0001f501\n'
@@ -26,7 +28,7 @@ Write = Callable[[Any, str], dict[str, Any]]
 
 
 def as_chat(result: object, user: str) -> dict[str, Any]:
-    """OpenAI's chat; `user` is said behind the result, unless it is empty."""
+    """OpenAI's chat; `user` follows the result unless it is empty."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "go"},
@@ -37,7 +39,6 @@ def as_chat(result: object, user: str) -> dict[str, Any]:
 
 
 def as_responses(result: object, user: str) -> dict[str, Any]:
-    """OpenAI's Responses."""
     items: list[dict[str, Any]] = [
         {"role": "user", "content": "go"},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
@@ -47,7 +48,6 @@ def as_responses(result: object, user: str) -> dict[str, Any]:
 
 
 def as_anthropic(result: object, user: str) -> dict[str, Any]:
-    """Anthropic's messages; the user's text is beside the result."""
     returned = {"type": "tool_result", "tool_use_id": "1"} | ({} if result is None else {"content": result})
     said = [returned, {"type": "text", "text": user}] if user else [returned]
     messages = [
@@ -59,7 +59,6 @@ def as_anthropic(result: object, user: str) -> dict[str, Any]:
 
 
 def as_gemini(result: object, user: str) -> dict[str, Any]:
-    """Gemini's generateContent."""
     said = [{"functionResponse": {"name": "f", "response": result}}, *([{"text": user}] if user else [])]
     contents = [
         {"role": "user", "parts": [{"text": "go"}]},
@@ -69,13 +68,7 @@ def as_gemini(result: object, user: str) -> dict[str, Any]:
     return {"contents": contents, "tools": []}
 
 
-def as_wrapped_gemini(result: object, user: str) -> dict[str, Any]:
-    """The same as Gemini's command line sends it."""
-    return {"model": "m", "request": as_gemini(result, user)}
-
-
 def as_bedrock(result: object, user: str) -> dict[str, Any]:
-    """Bedrock's Converse."""
     said = [{"toolResult": {"toolUseId": "1", "content": result}}, *([{"text": user}] if user else [])]
     messages = [
         {"role": "user", "content": [{"text": "go"}]},
@@ -90,7 +83,7 @@ _URL = f"data:image/png;base64,{_PIXEL}"
 
 
 def _blocks(*others: dict[str, Any], **text: str) -> st.SearchStrategy[list[dict[str, Any]]]:
-    """Contents of text blocks, whose other keys are `text`, and of other ones."""
+    """Contents of text blocks, whose other keys are `text`, and of other blocks."""
     texts = _TEXTS.map(lambda written: {**text, "text": written})
     return st.lists(texts | st.sampled_from(others) if others else texts, max_size=3)
 
@@ -114,17 +107,15 @@ SHAPES: dict[str, tuple[Write, st.SearchStrategy[Any]]] = {
         _blocks({"json": {"a": 1}}, {"image": {"format": "png", "source": {"bytes": _PIXEL}}}),
     ),
 }
-SHAPES["wrapped gemini"] = as_wrapped_gemini, SHAPES["gemini"][1]
-every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 def locate(body: bytes) -> list[Place]:
-    """Where a note can go."""
     return locate_results(Patch(body))
 
 
-def put_each(body: bytes, note: str = NOTE) -> list[bytes]:
+def put_each(value: object, note: str = "#") -> list[bytes]:
     """The body with the note in each of its places, one at a time."""
+    body = encoded(value)
     bodies = []
     for number in range(len(locate(body))):
         patch = Patch(body)
@@ -133,58 +124,15 @@ def put_each(body: bytes, note: str = NOTE) -> list[bytes]:
     return bodies
 
 
-def count_kept(old: bytes, new: bytes) -> int:
-    """How many bytes of a body still stand before and behind what was put in."""
-    return min(_count_alike(old, new) + _count_alike(old[::-1], new[::-1]), len(old))
-
-
-def _count_alike(old: bytes, new: bytes) -> int:
-    return next((place for place, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old))
-
-
-def find_difference(old: Any, new: Any) -> list[object]:  # noqa: ANN401  # any JSON value
-    """What was added to a value, at any place: at the end of a text, a list or an object."""
-    if isinstance(old, str) and isinstance(new, str) and old != new:
-        return [new.removeprefix(old)] if new.startswith(old) else [None]
-    if isinstance(old, list) and isinstance(new, list):
-        return [found for one, other in zip(old, new, strict=False) for found in find_difference(one, other)] + new[len(old) :]
-    if isinstance(old, dict) and isinstance(new, dict):
-        same = [found for name in old for found in find_difference(old[name], new.get(name))]
-        return same + [new[name] for name in new if name not in old]
-    return [] if old == new else [None]
-
-
-@every_shape
-@given(st.data())
-def test_a_note_goes_into_the_result_and_nowhere_else(shape: str, data: st.DataObject) -> None:
-    """However a body is spelled: it decodes to the old one plus the note, and all other bytes are the same."""
-    write, results = SHAPES[shape]
-    old = write(data.draw(results), data.draw(st.sampled_from(["", "and now?"])))
-    body = spelled(data.draw, old).encode()
-
-    (place,), (new,) = locate(body), put_each(body)
-
-    (added,) = find_difference(old, json.loads(new))
-    assert place.result
-    assert NOTE in (added, added.get("text") if isinstance(added, dict) else None)
-    assert count_kept(body, new) == len(body)
-
-
 @pytest.mark.parametrize("shape", VALIDATORS)
 @settings(max_examples=examples(30))
 @given(st.data())
-def test_a_body_with_a_note_is_valid(shape: str, data: st.DataObject) -> None:
-    """What goes to the provider is a request by the SDK's own types, as it was before."""
+def test_body_with_note_is_valid_to_the_sdk(shape: str, data: st.DataObject) -> None:
     write, results = SHAPES[shape]
-    body = json.dumps(write(data.draw(results), "")).encode()
+    body = encoded(write(data.draw(results), ""))
     VALIDATORS[shape](json.loads(body))
 
-    VALIDATORS[shape](json.loads(put_each(body)[-1]))
-
-
-def _find_texts(body: dict[str, Any]) -> list[object]:
-    """Where notes would go: what each place adds to a body."""
-    return [json.loads(new) for new in put_each(json.dumps(body).encode(), "#")]
+    VALIDATORS[shape](json.loads(put_each(body, NOTE)[-1]))
 
 
 @pytest.mark.parametrize(
@@ -196,30 +144,29 @@ def _find_texts(body: dict[str, Any]) -> list[object]:
         ([], [{"type": "text", "text": "#"}]),
     ],
 )
-def test_without_results_the_user_has_said_them(content: object, expected: object) -> None:
-    """An observation that comes as a user message takes the note, in its text or in a new block."""
+def test_note_goes_into_user_message_without_results(content: object, expected: object) -> None:
     said = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "```ls```"},
         {"role": "user", "content": content},
     ]
 
-    (found,) = _find_texts({"messages": said})
+    (found,) = put_each({"messages": said})
 
-    assert found == {"messages": [*said[:2], {"role": "user", "content": expected}]}
+    assert json.loads(found) == {"messages": [*said[:2], {"role": "user", "content": expected}]}
 
 
-def test_results_made_at_once_all_have_places_the_newest_last() -> None:
-    """Of parallel calls each result can take the note."""
+def test_each_parallel_result_has_a_place() -> None:
     results = [{"role": "tool", "tool_call_id": f"{number}", "content": f"{number}"} for number in range(3)]
     body = json.dumps({"messages": [{"role": "assistant", "content": ""}, *results]}).encode()
 
     assert [body[place.offset - 1 : place.offset] for place in locate(body)] == [b"0", b"1", b"2"]
 
 
-def test_a_text_in_place_of_items_takes_the_note() -> None:
-    """Where the server keeps the history, `input` may be all that the user says."""
-    assert _find_texts({"previous_response_id": "r", "input": "seen"}) == [{"previous_response_id": "r", "input": "seen#"}]
+def test_note_goes_into_plain_input() -> None:
+    (found,) = put_each({"previous_response_id": "r", "input": "seen"})
+
+    assert json.loads(found) == {"previous_response_id": "r", "input": "seen#"}
 
 
 @pytest.mark.parametrize(
@@ -233,14 +180,12 @@ def test_a_text_in_place_of_items_takes_the_note() -> None:
     ],
     ids=lambda body: body[:60],
 )
-def test_what_stands_beside_does_not_matter(body: str) -> None:
-    """The place is in the conversation itself, whatever looks like it, and however many keys there are."""
-    (new,) = put_each(body.encode(), "!")
+def test_place_is_within_the_conversation_itself(body: str) -> None:
+    (new,) = put_each(body.encode())
 
-    changed = json.loads(new)
     expected = json.loads(body)
-    expected["messages"][-1]["content"] += "!"
-    assert changed == expected
+    expected["messages"][-1]["content"] += "#"
+    assert json.loads(new) == expected
 
 
 @pytest.mark.parametrize(
@@ -257,8 +202,7 @@ def test_what_stands_beside_does_not_matter(body: str) -> None:
     ],
     ids=lambda body: body[:60],
 )
-def test_where_it_is_unclear_there_is_no_place(body: str) -> None:
-    """No text and no result: a note is not put anywhere."""
+def test_body_without_text_has_no_place(body: str) -> None:
     assert locate(body.encode()) == []
 
 
@@ -278,35 +222,14 @@ def test_where_it_is_unclear_there_is_no_place(body: str) -> None:
     ],
     ids=lambda body: body[:60],
 )
-def test_what_may_be_read_in_two_ways_gets_no_note(body: str) -> None:
-    """A key that stands twice on the way to a place, or two conversations."""
+def test_ambiguous_body_gets_no_note(body: str) -> None:
     with pytest.raises(NotCounted, match=AMBIGUOUS):
         locate(body.encode())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bodies_have_places_or_none(name: str) -> None:
-    """Whatever a body is, nothing but NotCounted is raised, and a body with a note is JSON."""
-    body = HOSTILE[name][0]()
-    try:
-        bodies = put_each(body)
-    except NotCounted:
-        return
-
-    for new in bodies:
-        decode_json(new, msgspec.json.Decoder(msgspec.Raw).decode)
-
-
-@given(REQUESTS)
-def test_nearly_right_bodies_take_a_note_or_none(value: dict[str, Any]) -> None:
-    """With anything in any place, a note changes nothing but one text."""
-    body = json.dumps(value).encode()
-    try:
-        bodies = put_each(body)
-    except NotCounted:
-        return
-
-    for new in bodies:
-        (added,) = find_difference(value, json.loads(new))
-        assert NOTE in (added, added.get("text") if isinstance(added, dict) else None)
+def test_hostile_body_with_note_is_json(name: str) -> None:
+    with suppress(NotCounted):
+        for new in put_each(HOSTILE[name][0]()):
+            decode_json(new, msgspec.json.Decoder(msgspec.Raw).decode)

@@ -1,4 +1,4 @@
-"""A message that is known to be the start of the model's answer is no turn, whatever its words."""
+"""A message that starts the model's answer is no turn."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _PREFILLS: dict[str, tuple[str, Writer, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", _PREFILLS)
-def test_a_loop_with_a_prefill_is_steered_and_refused(name: str) -> None:
-    """The note goes into the newest result; live and explain agree."""
+def test_loop_with_prefill_is_steered_and_refused(name: str) -> None:
     path, write, start, more = _PREFILLS[name]
 
     def ask(results: list[str]) -> list[dict[str, Any]]:
@@ -44,8 +43,7 @@ def test_a_loop_with_a_prefill_is_steered_and_refused(name: str) -> None:
     assert "Loop detected" in json.dumps(sent["messages"][-2])
 
 
-def test_an_unmarked_last_message_is_a_turn() -> None:
-    """What an assistant says to nobody is new where no model goes on with it."""
+def test_unmarked_last_message_is_a_turn() -> None:
     value = as_chat([Did((("read", {"path": "a"}),), ("error: no such thing",))] * 7)
     value["messages"].append(_START)
 

@@ -1,4 +1,4 @@
-"""What came back from tools is compared wherever an API has it: the gateway and `explain` agree about every history."""
+"""Results are compared wherever an API has them; gateway and `explain` agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Turn = Callable[[str, int], list[dict[str, Any]]]
 
 
 def _judge(path: str, key: str, head: list[Any], turn: Turn, values: list[str], tail: list[Any] | None = None) -> list[str]:
-    """The verdicts about a growing conversation, about which live and explain have to agree."""
+    """The verdicts on a growing conversation; gateway and explain have to agree."""
     bodies, messages = [], head
     for number, value in enumerate(values):
         messages = [*messages, *turn(value, number)]
@@ -67,14 +67,13 @@ _SCREENS = {
 
 
 @pytest.mark.parametrize("screen", _SCREENS.values(), ids=_SCREENS)
-def test_other_screenshots_are_other_results(screen: tuple[str, str, list[Any], Turn]) -> None:
-    """The text beside them is the same each time."""
+def test_screenshots_are_part_of_results(screen: tuple[str, str, list[Any], Turn]) -> None:
     assert set(_judge(*screen, _WORDS)) == {"allow"}
     assert _judge(*screen, ["alpha"] * _TIMES)[2:] == ["steer"] * 11 + ["land"] * 2 + ["reject"] * 2
 
 
-def test_an_image_that_is_gone_makes_no_turn_new() -> None:
-    """Programs drop older screenshots; with two that differ, the screen is known to move."""
+def test_removed_image_makes_no_turn_new() -> None:
+    """Programs drop older screenshots."""
 
     def ask(values: list[str], kept: int) -> str:
         path, key, messages = _CHAT
@@ -101,9 +100,7 @@ _SAID = {"role": "assistant", "content": [{"type": "output_text", "text": "Nothi
 
 
 @pytest.mark.parametrize("kind", _HOSTED)
-def test_hosted_tools_results_are_results(kind: str) -> None:
-    """As those of the client's own functions."""
-
+def test_results_of_hosted_tools_are_compared(kind: str) -> None:
     def write(value: str, number: int) -> list[dict[str, Any]]:
         return [_ASKED, {"type": kind, "id": f"h{number}", **_HOSTED[kind](value)}, _SAID]
 
@@ -125,8 +122,6 @@ _RESPONSES = ("/v1/responses", "input", [{"role": "user", "content": "Fix it."}]
 
 @pytest.mark.parametrize("kind", _OUTPUTS)
 def test_outputs_of_referenced_calls_are_compared(kind: str) -> None:
-    """A reference is a call that the request does not show."""
-
     def write(value: str, number: int) -> list[dict[str, Any]]:
         output = {"type": kind, "call_id": f"c{number}", "output": _OUTPUTS[kind](value)}
         return [{"type": "item_reference", "id": f"rs_{number}"}, {"type": "item_reference", "id": f"c_{number}"}, output]
@@ -146,17 +141,15 @@ def test_outputs_of_referenced_calls_are_compared(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", _OUTPUTS)
-def test_outputs_without_calls_are_reported(kind: str) -> None:
-    """Nothing tells which of them came back at once."""
-
+def test_outputs_without_calls_are_uncounted(kind: str) -> None:
     def write(value: str, number: int) -> list[dict[str, Any]]:
         return [{"type": kind, "call_id": f"c{number}", "output": _OUTPUTS[kind](value)}]
 
     assert set(_judge(*_RESPONSES, write, [_ERROR] * 8)) == {"no_history"}
 
 
-def test_texts_by_reference_are_judged_by_what_a_person_says() -> None:
-    """A program that says the same again cannot be judged; a person's new words are no loop."""
+def test_repeated_text_after_references_is_uncounted() -> None:
+    """A repeated text cannot be judged; new words of a person are no loop."""
 
     def write(value: str, number: int) -> list[dict[str, Any]]:
         return [{"type": "item_reference", "id": f"msg_{number}"}, {"role": "user", "content": value}]
@@ -166,8 +159,6 @@ def test_texts_by_reference_are_judged_by_what_a_person_says() -> None:
 
 
 def test_references_beside_calls_change_nothing() -> None:
-    """Thoughts and texts are referenced, the calls are shown."""
-
     def write(value: str, number: int) -> list[dict[str, Any]]:
         called = {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": json.dumps({"n": 1})}
         output = {"type": "function_call_output", "call_id": f"c{number}", "output": value}

@@ -1,4 +1,4 @@
-"""What an assistant does, found in its text and apart from its thoughts."""
+"""Actions of an assistant in its text, apart from its thoughts."""
 
 from __future__ import annotations
 
@@ -83,18 +83,15 @@ DIFFERENT = [
 
 
 def action(text: str) -> bytes:
-    """What a text does."""
     return read_text_action(text, THOUGHTS)[1]
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_action_is_found_whatever_is_thought(name: str) -> None:
-    """Texts with the same action are the same, whatever stands around it and however it is laid out."""
+def test_action_is_found_beside_any_thoughts(name: str) -> None:
     assert len({action(text) for text in SAME[name]}) == 1
 
 
 def test_different_actions_differ() -> None:
-    """No two of these do the same."""
     assert len({action(text) for text in DIFFERENT}) == len(DIFFERENT)
 
 
@@ -115,8 +112,7 @@ def test_different_actions_differ() -> None:
         ("", ""),
     ],
 )
-def test_an_action_has_a_name(text: str, name: str) -> None:
-    """The tool's name, or the first word of the command; what is only said has none."""
+def test_action_is_named_by_tool_or_command(text: str, name: str) -> None:
     assert read_text_action(text, THOUGHTS)[0] == name
 
 
@@ -143,8 +139,7 @@ _HOSTILE = {
 
 
 @pytest.mark.parametrize("name", _HOSTILE)
-def test_no_text_is_too_much(name: str) -> None:
-    """Any text gets an answer, and the same one twice."""
+def test_hostile_text_has_an_action(name: str) -> None:
     assert action(_HOSTILE[name]) == action(_HOSTILE[name])
 
 
@@ -153,7 +148,6 @@ _PIECES = [*'`<>/{}[]":a \n\\', "```", "</a>", "<a>", "Action:", '{"action":', "
 
 @given(st.lists(st.sampled_from(_PIECES), max_size=60).map("".join))
 def test_any_text_has_an_action(text: str) -> None:
-    """Nothing raises."""
     name, spelled = read_text_action(text, THOUGHTS)
 
     assert isinstance(name, str)

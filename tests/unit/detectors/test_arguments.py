@@ -1,4 +1,4 @@
-"""What of a tool's arguments is compared, each with its opposite."""
+"""Which arguments of a tool are compared; each case has its opposite."""
 
 from __future__ import annotations
 
@@ -53,19 +53,16 @@ _OTHER: dict[str, tuple[str, Mapping[str, Json], Mapping[str, Json]]] = {
 
 
 @pytest.mark.parametrize(("tool", "one", "other"), _SAME.values(), ids=_SAME)
-def test_what_agents_word_anew_is_left_out(tool: str, one: Mapping[str, Json], other: Mapping[str, Json]) -> None:
-    """Two calls that differ in nothing else are equal."""
+def test_arguments_agents_reword_are_left_out(tool: str, one: Mapping[str, Json], other: Mapping[str, Json]) -> None:
     assert reduce_arguments(one, tool, THOUGHTS) == reduce_arguments(other, tool, THOUGHTS)
 
 
 @pytest.mark.parametrize(("tool", "one", "other"), _OTHER.values(), ids=_OTHER)
-def test_what_a_call_is_about_stays(tool: str, one: Mapping[str, Json], other: Mapping[str, Json]) -> None:
-    """The same names, where they say what the call is about."""
+def test_arguments_a_call_is_about_are_compared(tool: str, one: Mapping[str, Json], other: Mapping[str, Json]) -> None:
     assert reduce_arguments(one, tool, THOUGHTS) != reduce_arguments(other, tool, THOUGHTS)
 
 
-def test_a_list_of_ones_own_replaces_what_is_left_out() -> None:
-    """With `ignore_arguments`, its names alone are left out."""
+def test_ignore_arguments_replaces_the_default_list() -> None:
     assert reduce_arguments({"path": "a", "reason": "b", "why": "c"}, "read", frozenset({"why"})) == {
         "path": "a",
         "reason": "b",
@@ -75,8 +72,7 @@ def test_a_list_of_ones_own_replaces_what_is_left_out() -> None:
 @pytest.mark.parametrize(
     "text", ["ls", "a 'b # c' d", 'a "b \\" # c" d', "echo it's", "${a#b} $# a#", "x = 'it\\'s'", "#", "", "cat << E\n # a\nE"]
 )
-def test_a_command_without_comments_stays(text: str) -> None:
-    """Nothing that acts is cut."""
+def test_command_without_comments_is_unchanged(text: str) -> None:
     assert tidy_command(text) == text
 
 
@@ -87,6 +83,5 @@ def test_a_command_without_comments_stays(text: str) -> None:
         *[(name, False) for name in ("create_note", "list_notes", "rethink", "plan_trip", "todo_app__delete", "read_file", "")],
     ],
 )
-def test_tools_that_only_think_are_known_by_name(tool: str, thinks: bool) -> None:
-    """Lists of what is to do, plans and notes are thoughts; an app for notes is not."""
+def test_thinking_tools_are_known_by_name(tool: str, thinks: bool) -> None:
     assert is_for_thinking(tool) is thinks

@@ -1,4 +1,4 @@
-"""Bodies compared by meaning: every spelling of a value is one, and no two values are."""
+"""Bodies compared by meaning: all spellings of a value are equal, different values never."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.service import decoded, exchange, make_service, sample
 
 
 def meaning(value: Any) -> Any:  # noqa: ANN401  # any JSON value
-    """What a value is equal to, with types that Python would mix up kept apart."""
+    """A value to compare, with types that Python would mix up kept apart."""
     if isinstance(value, Number):
         return ("number", value.mantissa * Fraction(10) ** value.exponent)
     if isinstance(value, bool | str | None):
@@ -46,7 +46,6 @@ def meaning(value: Any) -> Any:  # noqa: ANN401  # any JSON value
 
 
 def compared(text: str | bytes, *ignored: str) -> bytes:
-    """What `canonical` compares of a JSON body."""
     data = text if isinstance(text, bytes) else text.encode()
     found, _ = Canonical(LoopDetection(similarity="canonical", ignore_fields=list(ignored))).compare(Document(data))
     assert found is not None
@@ -54,7 +53,6 @@ def compared(text: str | bytes, *ignored: str) -> bytes:
 
 
 def leaves(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:  # noqa: ANN401  # any JSON value
-    """Where the values stand that hold no others."""
     items: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -64,7 +62,6 @@ def leaves(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | in
 
 
 def replaced(value: Any, place: Sequence[str | int], by: Any) -> Any:  # noqa: ANN401  # any JSON value
-    """A copy with one value in another's place."""
     if not place:
         return by
     copy = value.copy()
@@ -73,97 +70,65 @@ def replaced(value: Any, place: Sequence[str | int], by: Any) -> Any:  # noqa: A
 
 
 def pointer(place: Sequence[str | int]) -> str:
-    """The JSON Pointer to a place."""
     return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)
 
 
-@given(VALUES, st.data())
-def test_what_is_compared_still_means_the_value(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
-    """Nothing is lost: another parser reads the value out of its one spelling, so different values never look alike."""
-    text = compared(spelled(data.draw, value))
-
-    assert meaning(json.loads(text, parse_float=Fraction)) == meaning(value)
-
-
 @given(VALUES, VALUES, st.data())
-def test_equal_exactly_when_the_meaning_is(one: Any, other: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
-    """Two values are compared as equal if and only if they mean the same."""
+def test_bodies_are_equal_exactly_if_their_meanings_are(one: Any, other: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
     texts = [spelled(data.draw, value) for value in (one, other)]
 
     assert (compared(texts[0]) == compared(texts[1])) == (meaning(one) == meaning(other))
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one", "other", "same"),
     [
-        ("1", "1.0"),
-        ("1", "10e-1"),
-        ("1", "0.001E+3"),
-        ("0", "-0"),
-        ("0", "-0.0e7"),
-        ("100", "1e2"),
-        ("1" + "0" * 639, "1e639"),
-        ("18446744073709551616", "1844674407370955161.6e1"),
-        ("0.1", "1e-1"),
-        ('"/"', '"\\/"'),
-        ('"é"', '"\\u00E9"'),
-        ('"😀"', '"\\ud83d\\uDE00"'),
-        ('{"a":1,"b":2}', '\r\n{ "b" : 2 ,\t"\\u0061" : 1 }'),
+        ("1", "1.0", True),
+        ("1", "10e-1", True),
+        ("1", "0.001E+3", True),
+        ("0", "-0", True),
+        ("0", "-0.0e7", True),
+        ("100", "1e2", True),
+        ("1" + "0" * 639, "1e639", True),
+        ("18446744073709551616", "1844674407370955161.6e1", True),
+        ('"/"', '"\\/"', True),
+        ('"\u00e9"', '"\\u00E9"', True),
+        ('"\U0001f600"', '"\\ud83d\\uDE00"', True),
+        ('{"a":1,"b":2}', '\r\n{ "b" : 2 ,\t"\\u0061" : 1 }', True),
+        ('{"a":1,"a":2}', '{"a":2}', True),  # the last of a duplicate key counts
+        ('{"a":2,"b":0,"a":1}', '{"b":0,"a":1}', True),
+        ('{"a":{"x":1},"a":{"y":2}}', '{"a":{"y":2}}', True),
+        ('{"a":1,"\\u0061":null}', '{"a":null}', True),
+        ('[{"a":[1],"a":[]}]', '[{"a":[]}]', True),
+        ("1", "true", False),
+        ("0", "false", False),
+        ("1", '"1"', False),
+        ("null", '"null"', False),
+        ("null", "0", False),
+        ("null", '""', False),
+        ("[]", "{}", False),
+        ("[]", "[null]", False),
+        ('{"a":null}', "{}", False),
+        ("[1,2]", "[2,1]", False),
+        ("[[1],2]", "[1,[2]]", False),
+        ('["a,b"]', '["a","b"]', False),
+        ("1", "-1", False),
+        ("9007199254740993", "9007199254740992", False),  # as doubles these are one
+        ("0.1", "0.1000000000000000055511151231257827", False),
+        ("1e400", "1e401", False),
+        ("1e-400", "0", False),
+        ("9" * 599 + "8", "9" * 600, False),
+        ('"\u00e9"', '"e\u0301"', False),
+        ('"a"', '"A"', False),
+        ('"a"', '"a "', False),
+        ('"\\u0000"', '""', False),
+        ('"\\\\u0061"', '"a"', False),
+        ('{"a":1}', '{"A":1}', False),
+        ('{"a":{"b":1}}', '{"a":{},"b":1}', False),
     ],
 )
-def test_what_does_not_matter(one: str, other: str) -> None:
-    """Both texts of each pair are the same value."""
-    assert compared(one) == compared(other)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("1", "true"),
-        ("0", "false"),
-        ("1", '"1"'),
-        ("null", '"null"'),
-        ("null", "0"),
-        ("null", '""'),
-        ("[]", "{}"),
-        ("[]", "[null]"),
-        ('{"a":null}', "{}"),
-        ("[1,2]", "[2,1]"),
-        ("[[1],2]", "[1,[2]]"),
-        ('["a,b"]', '["a","b"]'),
-        ("1", "-1"),
-        ("9007199254740993", "9007199254740992"),  # as doubles these are one
-        ("0.1", "0.1000000000000000055511151231257827"),
-        ("1e400", "1e401"),
-        ("1e-400", "0"),
-        ("9" * 599 + "8", "9" * 600),
-        ('"é"', '"e\u0301"'),
-        ('"a"', '"A"'),
-        ('"a"', '"a "'),
-        ('"\\u0000"', '""'),
-        ('"\\\\u0061"', '"a"'),
-        ('{"a":1}', '{"A":1}'),
-        ('{"a":{"b":1}}', '{"a":{},"b":1}'),
-    ],
-)
-def test_what_matters(one: str, other: str) -> None:
-    """Each of these pairs is two values, however alike they look to some parsers."""
-    assert compared(one) != compared(other)
-
-
-@pytest.mark.parametrize(
-    ("duplicated", "plain"),
-    [
-        ('{"a":1,"a":2}', '{"a":2}'),
-        ('{"a":2,"b":0,"a":1}', '{"b":0,"a":1}'),
-        ('{"a":{"x":1},"a":{"y":2}}', '{"a":{"y":2}}'),
-        ('{"a":1,"\\u0061":null}', '{"a":null}'),
-        ('[{"a":[1],"a":[]}]', '[{"a":[]}]'),
-    ],
-)
-def test_of_a_duplicated_key_the_last_counts(duplicated: str, plain: str) -> None:
-    """The last value of a key is its value, at any depth and however the key is spelled, and nothing is merged."""
-    assert compared(duplicated) == compared(plain)
+def test_spellings_are_equal_and_values_differ(one: str, other: str, same: bool) -> None:
+    assert (compared(one) == compared(other)) is same
 
 
 NOT_JSON = [
@@ -207,8 +172,8 @@ _ESCAPES = ["\\ud83d", "\\uDE00", "\\ude00", "\\ud83e", "\\\\", "\\n", "\\u0061"
 
 
 @given(st.lists(st.sampled_from(_ESCAPES), max_size=8), st.lists(st.sampled_from(_ESCAPES), max_size=8))
-def test_halves_of_surrogate_pairs_are_characters_of_their_own(one: list[str], other: list[str]) -> None:
-    """JSON may hold them (RFC 8259, section 8.2): texts are equal exactly if they are for Python, which takes them."""
+def test_half_of_a_surrogate_pair_is_a_character(one: list[str], other: list[str]) -> None:
+    """JSON may hold them (RFC 8259, section 8.2). Texts are equal exactly if they are for Python."""
     texts = ['{"a":"' + "".join(pieces) + '"}' for pieces in (one, other)]
     found = [Canonical(LoopDetection(similarity="canonical")).compare(Document(text.encode()))[0] for text in texts]
 
@@ -220,8 +185,7 @@ def test_halves_of_surrogate_pairs_are_characters_of_their_own(one: list[str], o
 
 
 @pytest.mark.parametrize("data", NOT_JSON, ids=lambda data: repr(data[:24]))
-def test_what_is_not_json_is_compared_byte_for_byte(data: bytes) -> None:
-    """Nothing is made of such a body, whatever it is, and nothing is raised."""
+def test_body_that_is_not_json_has_no_canonical_form(data: bytes) -> None:
     looks = Canonical(LoopDetection(similarity="canonical"))
 
     assert looks.compare(Document(data)) == (None, None)
@@ -229,8 +193,7 @@ def test_what_is_not_json_is_compared_byte_for_byte(data: bytes) -> None:
         assert looks.show(Document(data)) == ["the body byte for byte: it is not JSON"]
 
 
-def test_a_loop_in_other_words_is_refused() -> None:
-    """Through the service three spellings of one body are three identical requests, a fourth body is not."""
+def test_loop_in_other_spellings_is_refused() -> None:
     service = make_service(policy("p", ANY, similarity="canonical", ignore_fields=["/metadata/request_id", "/messages/*/id"]))
     bodies = [
         b'{"model":"m","messages":[{"id":"1","content":"hi"}],"metadata":{"request_id":"a"}}',
@@ -283,13 +246,12 @@ def test_a_loop_in_other_words_is_refused() -> None:
     ],
 )
 def test_ignored_fields_are_not_compared(ignored: str, one: str, other: str, same: bool) -> None:
-    """A pointer takes out what it names, `*` any one step, and nothing else; array elements keep their places."""
+    """`*` is any one step; elements of arrays keep their places."""
     assert (compared(one, ignored) == compared(other, ignored)) is same
 
 
 @given(VALUES, SCALARS, st.data())
-def test_a_pointer_takes_out_exactly_its_place(value: Any, leaf: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
-    """Whatever stands at an ignored place does not matter, and whatever stands at another does."""
+def test_pointer_ignores_exactly_its_place(value: Any, leaf: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
     place, changed = (data.draw(st.sampled_from(leaves(value))) for _ in range(2))
     ignored = [pointer(place)] if place and "*" not in place else []
     other = replaced(value, changed, leaf)
@@ -300,7 +262,7 @@ def test_a_pointer_takes_out_exactly_its_place(value: Any, leaf: Any, data: st.D
     assert same == expected
 
 
-def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
+def test_ignoring_fields_does_not_change_the_document() -> None:
     """Detectors share one decoded body, and none of them changes it."""
     document = Document(b'{"m":[{"id":1,"x":{"id":2}}],"id":3}')
     everything = write_canonical(document.value())
@@ -336,8 +298,7 @@ def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
         "members in a string",
     ],
 )
-def test_too_much_of_anything_is_not_looked_into(data: bytes, counted: bool) -> None:
-    """Past a bound the body is not counted, each time for the reason inspect_limit; up to the bound it is."""
+def test_body_beyond_a_bound_is_uncounted(data: bytes, counted: bool) -> None:
     document = Document(data)
 
     for _ in range(2):
@@ -346,7 +307,6 @@ def test_too_much_of_anything_is_not_looked_into(data: bytes, counted: bool) -> 
 
 
 def _reason(document: Document) -> str:
-    """Why the whole of a body is not looked into, empty where it is."""
     try:
         document.value()
     except NotCounted as why:
@@ -355,7 +315,6 @@ def _reason(document: Document) -> str:
 
 
 def test_longest_numbers_are_exact() -> None:
-    """An integer of as many digits as are taken keeps each of them, also when an exponent stands for some."""
     longest = "123456789" * 71 + "7"
 
     assert len(longest) == MAX_DIGITS
@@ -383,24 +342,21 @@ def test_longest_numbers_are_exact() -> None:
         ("/absent/model", ""),
     ],
 )
-def test_a_pointer_finds_scalars_as_text(place: str, expected: str) -> None:
-    """A descriptor from the body is a scalar's text, a number in its one spelling, and empty where there is none."""
+def test_pointer_finds_scalars_as_text(place: str, expected: str) -> None:
     text = f'{{"model":"m","n":1.50,"whole":1.0,"big":{"9" * 600},"yes":true,"null":null,"list":["a",{{"x/y":"b"}}]}}'
 
     assert find(Document(text.encode()).value(), split_pointer(place)) == expected
 
 
 @pytest.mark.parametrize("data", [b"{}", b"[1.5]", b'"x"', b"nope"])
-def test_a_body_is_the_same_wherever_its_bytes_lie(data: bytes) -> None:
-    """A large body comes as a memoryview into its message, and is read like any other."""
+def test_memoryview_is_read_like_bytes(data: bytes) -> None:
     view = memoryview(b"before" + data + b"after")[6 : 6 + len(data)]
     looks = Canonical(LoopDetection(similarity="canonical"))
 
     assert looks.compare(Document(view)) == looks.compare(Document(data))
 
 
-def test_wide_objects_are_put_in_order_like_any_other() -> None:
-    """Members in whatever order, deep inside of other values, with every kind of number: one spelling."""
+def test_members_of_wide_objects_are_sorted() -> None:
     members = [(f"k{number:05d}", [0.5, 10**300, None, number]) for number in range(2_000)] + [("", True), ("\U0001f600", "é")]
     given = [dict(members), dict(reversed(members)), dict(sorted(members, key=lambda member: member[0][::-1]))]
 

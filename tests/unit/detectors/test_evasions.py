@@ -1,4 +1,4 @@
-"""What hides a loop from `turns`, and what does not."""
+"""Changes that hide a loop from `turns`, and changes that do not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def find_first(turns: list[Did], threshold: int) -> int:
     return 0
 
 
-def test_the_page_lists_what_still_hides_a_loop() -> None:
-    """What hides one for a threshold of 3, in the words of `EVASIONS` and order."""
+def test_documentation_lists_changes_that_hide_a_loop() -> None:
     hides = [name for name, write in EVASIONS.items() if not find_first([write(number) for number in range(TURNS)], 3)]
 
     assert "What still does" in _PAGE.read_text()
@@ -53,6 +52,5 @@ def _look(result: str, tool: str = "read_file") -> Did:
         ([_think(0)] * 3, True),
     ],
 )
-def test_thinking_between_equal_turns_is_no_news(turns: list[Did], *, loops: bool) -> None:
-    """Thoughts hide no loop, make none of turns that differ, and are one if they are equal; what is recorded is news."""
+def test_thinking_between_equal_turns_hides_no_loop(turns: list[Did], *, loops: bool) -> None:
     assert bool(find_first(turns, 3)) is loops

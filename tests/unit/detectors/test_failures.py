@@ -1,4 +1,4 @@
-"""Whether results say that something failed, and how."""
+"""Whether results report a failure, and of which kind."""
 
 from __future__ import annotations
 
@@ -86,13 +86,12 @@ EXACT, EXACT_NUMBERS = load_exact("failures"), load_exact("alike")
         ("Memory usage: 40 %", False),
     ],
 )
-def test_an_error_says_so_early(text: str, error: bool) -> None:
-    """Fields, codes, lines that begin as errors do, and complaints; within 3,000 characters."""
+def test_error_is_found_within_3000_characters(text: str, error: bool) -> None:
     assert is_error(text) is error
 
 
-def test_results_of_tools_are_told_apart() -> None:
-    """Of 400 results and more, at most 4 in 100 that are called errors are none, 4 errors are missed, 4 of another kind."""
+def test_recorded_results_are_classified() -> None:
+    """Of more than 400 results, at most 4 % of the reported errors are none, 4 % of errors are missed, 4 % get a wrong kind."""
     errors = [(kind, text) for kind, text in TOOL_RESULTS if kind != NO_FAILURE]
     found = [(kind, read_failure(text)) for kind, text in errors if is_error(text)]
     said = sum(is_error(text) for _, text in TOOL_RESULTS)
@@ -103,9 +102,106 @@ def test_results_of_tools_are_told_apart() -> None:
     assert sum(kind == read for kind, read in found) / len(found) >= 0.96
 
 
+# As Python, HTTP, LlamaIndex, AutoGen, LangChain, DSPy, instructor and smolagents write them.
+OF_FRAMEWORKS = {
+    "[Errno 2] No such file or directory": MISSING,
+    "[Errno 2] No such file or directory: 'a.txt'": MISSING,
+    "[Errno 13] Permission denied": FATAL,
+    "[Errno 13] Permission denied: '/etc/shadow'": FATAL,
+    "[Errno 28] No space left on device": FATAL,
+    "[WinError 2] The system cannot find the file specified": MISSING,
+    "[WinError 5] Access is denied: 'C:\\x'": FATAL,
+    "HTTP 404": MISSING,
+    "HTTP 404: https://example.com/a": MISSING,
+    "HTTP 403": FATAL,
+    "HTTP 400 Bad Request": FATAL,
+    "HTTP 409 Conflict": FATAL,
+    "HTTP 500": FATAL,
+    "HTTP/1.1 500": FATAL,
+    "HTTP/2 404": MISSING,
+    "HTTP/1.1 400 Bad Request\nServer: x": FATAL,
+    "HTTP Error 404: Not Found": MISSING,
+    "The server returned HTTP 404": MISSING,
+    "HTTP response code: 500": FATAL,
+    "Exception: boom": FATAL,
+    "Exception('boom')": FATAL,
+    "ValueError('boom')": FATAL,
+    "Exception raised: boom": FATAL,
+    "<exception>boom</exception>": FATAL,
+    "Error - boom": FATAL,
+    "Encountered error: boom": FATAL,
+    "Encountered error: 'NoneType' object has no attribute 'x'": FATAL,
+    "Tool search raised an exception: boom": FATAL,
+    "No tool named search": FATAL,
+    "Error: boom\nYou argument should follow json format.": FATAL,
+    "Error: Function search not found.": FATAL,
+    "exitcode: 1 (execution failed)\nCode output: boom": FATAL,
+    "execution failed (exitcode: 1)": FATAL,
+    "Error: ToolException('boom')\n Please fix your mistakes.": FATAL,
+    "ToolException('boom')": FATAL,
+    "search is not a valid tool, try one of [find, read].": FATAL,
+    "Error: search is not a valid tool, try one of [find, read].": FATAL,
+    "Execution error in search: boom": FATAL,
+    "Validation error: 1 validation error for Report\nname\n  Field required": FATAL,
+    "Validation Error found:\n1 validation error for Report\nRecall the function correctly, fix the errors": FATAL,
+    "Error when executing tool search with arguments {'q': 'x'}: boom": FATAL,
+    "Code execution failed at line 'x = 1/0' due to: ZeroDivisionError: division by zero": FATAL,
+    "Code parsing failed on line 1 due to: SyntaxError": FATAL,
+    "Error:\nCode execution failed at line 'x'\nNow let's retry: take care not to repeat previous errors!": FATAL,
+    "Task failed with exception": FATAL,
+}
+
+PASSING = [
+    *("[Errno 111] Connection refused", "[Errno 110] Connection timed out", "HTTP 503", "HTTP 429", "HTTP/1.1 503"),
+    *("Encountered error: 429 Too Many Requests", "Execution error in search: the request timed out"),
+    *("Error: ToolException('rate limit exceeded')", "HTTP 502 Bad Gateway", "The server returned HTTP 503"),
+]
+
+ABOUT_ERRORS = [
+    *("0 errors", "no error", "No errors found.", "errors: 0", "0 validation errors for Report", "No validation errors"),
+    *("[Errno 0] Success", "[Errno 2] is the code for ENOENT.", "HTTP 200", "HTTP/1.1 200", "HTTP/2 304", "HTTP 4040"),
+    *(
+        "HTTP 404 is returned when the page does not exist.",
+        "HTTP 404 means that the page was not found.",
+        "HTTP 404 pages: 12",
+    ),
+    *(
+        "A 404 means that nothing was found.",
+        "404 Not Found is what the server answers.",
+        "## HTTP 404",
+        "- HTTP 404: not found",
+    ),
+    *(
+        "| HTTP 404 | not found |",
+        "* HTTP 404",
+        "See the page about HTTP 404",
+        '3 hits for "HTTP 404"',
+        "HTTP response code: 204",
+    ),
+    'def find():\n    raise Exception("boom")\n',
+    'class ToolException(Exception):\n    """Raised by tools."""',
+    "    ValueError('boom'),",
+    "src/a.py:3:    raise Exception('boom')",
+    "12: Exception: boom",
+    "try:\n    run()\nexcept Exception as error:\n    log.exception('boom')",
+    "# How to handle errors\n\nTools may raise ToolException.\n\nThen the agent sees its text.",
+    "Exception handling in Python",
+    "exceptions.py\nerrors.md",
+    "Encountered errors are logged to a file",
+    "exitcode: 0 (execution succeeded)\nCode output: 2",
+    "Execution logs:\nAll good\nLast output from code snippet:\n4",
+    "<exception></exception>",
+    "tools: search, find; each is a valid tool",
+    "The code ran without raising an exception",
+]
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
+        *OF_FRAMEWORKS.items(),
+        *((text, TRANSIENT) for text in PASSING),
+        *((text, NO_FAILURE) for text in ABOUT_ERRORS),
         ("connect ECONNREFUSED 127.0.0.1:80", TRANSIENT),
         ("Error: connection refused", TRANSIENT),
         ("HTTP 502 Bad Gateway", TRANSIENT),
@@ -132,13 +228,12 @@ def test_results_of_tools_are_told_apart() -> None:
         ("3 passed", NO_FAILURE),
     ],
 )
-def test_a_failure_has_a_kind(text: str, kind: str) -> None:
-    """What may go away by itself, what is not there, and the rest; a tool or a command that is not there is none of these."""
+def test_failure_has_a_kind(text: str, kind: str) -> None:
+    """What may pass by itself, what is missing, and the rest. A missing tool or command is of the rest."""
     assert read_failure(text) == kind
 
 
-def test_what_the_api_marks_as_failed_has_failed() -> None:
-    """Its kind is read all the same."""
+def test_marked_failure_is_a_failure() -> None:
     assert [read_failure(text, failed=True) for text in ("", "so be it", "later: timed out")] == [FATAL, FATAL, TRANSIENT]
 
 
@@ -161,8 +256,7 @@ _COMPLAINTS = [
 _ODD = ["\u0307", "\u0130", "\u017f", "\u212a", "\xa0", "\u2028", "\x1c", "\u65e5", "\r", "\t", "a" * 390, "- " * 190]
 
 
-_STEM = "\nreturn"
-"""Without a word that failures have, nothing is looked at, not even the position in a file."""
+_STEM = "\nreturn"  # without a word that failures have, nothing is read
 
 
 @given(
@@ -170,15 +264,13 @@ _STEM = "\nreturn"
     | st.lists(st.sampled_from(_PIECES + _BEGINNINGS + _COMPLAINTS + _ODD), max_size=20).map("".join).map(_STEM.__add__)
     | st.lists(st.sampled_from(_PIECES + _BEGINNINGS + _COMPLAINTS + _ODD), max_size=20).map(lambda some: "".join(some) + _STEM)
 )
-def test_a_quick_look_misses_nothing(text: str) -> None:
-    """Whatever the exact patterns find is found behind the quick looks, too, in any letters and in lines that are cut."""
+def test_quick_look_misses_no_failure(text: str) -> None:
     assert read_failure(text) == EXACT.read_failure(text)
     assert find_complaint(text) == EXACT.find_complaint(text)
 
 
 @pytest.mark.slow
-def test_a_quick_look_misses_none_of_the_results() -> None:
-    """The same for what tools write, as a whole and line by line."""
+def test_quick_look_misses_no_recorded_failure() -> None:
     whole = [text for _, text in TOOL_RESULTS]
     texts = {*whole, *[line + _STEM for text in whole for line in text.split("\n")]}
 
@@ -193,8 +285,7 @@ _HOSTILE = [
 
 
 @pytest.mark.parametrize("piece", _HOSTILE)
-def test_a_result_of_nothing_but_one_piece_is_read(piece: str) -> None:
-    """No input is catastrophic: a megabyte of anything ends, and twice as much of it is read alike."""
+def test_hostile_result_is_read(piece: str) -> None:
     text = piece * (2**20 // len(piece))
 
     assert read_failure(text) == read_failure(text + text)
@@ -223,8 +314,7 @@ _BITS = st.sampled_from(
 
 
 @given(st.lists(_BITS, max_size=30).map("".join))
-def test_numbers_are_left_out_of_lines_of_a_known_shape(text: str) -> None:
-    """In the same places as without shapes, when the shape is new and when it is known."""
+def test_numbers_are_left_out_of_known_line_shapes(text: str) -> None:
     expected = EXACT_NUMBERS.leave_out_numbers(text)
 
     assert [leave_out_numbers(text) for _ in range(2)] == [expected, expected]

@@ -1,4 +1,4 @@
-"""What honest agents repeat is steered at most by the preset, and what stuck agents repeat is refused at its threshold."""
+"""The preset steers honest repetition at most, and refuses stuck agents at its threshold."""
 
 from __future__ import annotations
 
@@ -32,8 +32,13 @@ AGENTS = make_detector()
 
 
 def write_text(turn: Did) -> str:
-    """The assistant's message where actions are texts."""
     return STYLES["fence"](turn) if turn.calls else turn.thought
+
+
+def find_refused(variants: Sequence[list[Did]], detector: Detector = AGENTS) -> list[int]:
+    """The numbers of variants that land or are refused."""
+    acted = [act(variant, writes(variant, number), detector) for number, variant in enumerate(variants)]
+    return [number for number, actions in enumerate(acted) if not {"land", "reject"}.isdisjoint(actions)]
 
 
 def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list[str]:
@@ -51,41 +56,32 @@ def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list
 
 
 def writes(variant: list[Did], number: int) -> str:
-    """How a variant is written; a program's prompts are told from results by the tools that the agent has."""
+    """How a variant is written; prompts of a program are told from results by the agent's tools."""
     written = WRITTEN[number % len(WRITTEN)]
     return "chat" if written == "text" and not variant[0].calls else written
 
 
-def refused(variants: Sequence[list[Did]], detector: Detector = AGENTS) -> list[tuple[int, list[str]]]:
-    """Of the variants those that land or are refused, by number."""
-    acted = [(number, act(variant, writes(variant, number), detector)) for number, variant in enumerate(variants)]
-    return [(number, actions) for number, actions in acted if not {"land", "reject"}.isdisjoint(actions)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
-def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family: Family) -> None:
-    """At the preset, in every API and as texts: at most it gets notes."""
+def test_honest_repetition_passes_below_14_turns(family: Family) -> None:
     variants = family()
 
     assert len(variants) >= 30
     assert all(len(variant) >= TURNS for variant in variants)
-    assert refused(variants) == []
+    assert find_refused(variants[::3]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PROGRESS.values(), ids=PROGRESS)
-def test_nothing_is_done_about_progress(family: Family) -> None:
-    """Not even a note."""
+def test_progress_is_allowed(family: Family) -> None:
     variants = family()
-    acted = [act(variant, writes(variant, number)) for number, variant in enumerate(variants)]
+    acted = [act(variant, writes(variant, number)) for number, variant in enumerate(variants[::3])]
 
     assert len(variants) >= 30
     assert [actions for actions in acted if set(actions) != {"allow"}] == []
 
 
-def test_a_similar_error_is_steered() -> None:
-    """Nothing else sees it."""
+def test_similar_error_is_steered() -> None:
     turns = [call("do", f"error: job {n} is broken, its log is at 0x{n}", n, at=n) for n in range(13)]
 
     found = AGENTS.similarity.compare(Document(json.dumps(SHAPES["chat"](turns)).encode()))[1]
@@ -99,8 +95,7 @@ def test_a_similar_error_is_steered() -> None:
     ("action", "escalate", "expected"),
     [("throttle", {"reject": 7}, "warn"), ("reject", {}, "warn"), ("warn", {"reject": 7}, "warn"), ("steer", {}, "steer")],
 )
-def test_a_similar_error_gets_a_note_at_most(action: str, escalate: dict[str, int], expected: str) -> None:
-    """However often it stands there; a policy without notes warns."""
+def test_similar_error_gets_a_note_at_most(action: str, escalate: dict[str, int], expected: str) -> None:
     detector = make_detector(action=action, escalate=escalate)
     turns = [call("do", f"error: job {n} is broken", n, at=n) for n in range(24)]
 
@@ -110,7 +105,7 @@ def test_a_similar_error_gets_a_note_at_most(action: str, escalate: dict[str, in
 @pytest.mark.deep
 @pytest.mark.parametrize("result", [LONG, FATAL], ids=["long", "fatal"])
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
-def test_the_same_made_a_loop_is_refused_at_its_threshold(family: Family, result: str) -> None:
+def test_loop_is_refused_at_its_threshold(family: Family, result: str) -> None:
     """A long result or a fatal error that comes back seven times."""
     expected = ["allow"] * 2 + ["steer"] * 2 + ["land"] * 2 + ["reject"] * (TURNS - 6)
     for number, variant in enumerate(family()):
@@ -119,18 +114,16 @@ def test_the_same_made_a_loop_is_refused_at_its_threshold(family: Family, result
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", UNTELLABLE.values(), ids=UNTELLABLE)
-def test_what_cannot_be_told_from_a_loop_has_to_be_allowed(family: Family) -> None:
-    """Three kinds of honest repetition are refused; with `tools.allow` none is."""
+def test_allowed_tool_may_repeat_like_a_loop(family: Family) -> None:
     variants = family()
     allowed = make_detector(tools={variant[0].calls[0][0]: {"allow": True} for variant in variants})
 
     assert len(variants) >= 30
-    assert [number for number, _ in refused(variants)] == list(range(len(variants)))
-    assert refused(variants, allowed) == []
+    assert find_refused(variants[::3]) == list(range(len(variants[::3])))
+    assert find_refused(variants[::3], allowed) == []
 
 
-def test_even_honest_repetition_ends() -> None:
-    """A weak loop lands when it has stood fourteen times, and is refused two turns later."""
+def test_weak_loop_lands_and_is_refused_later() -> None:
     turns = [Did((("poll", {}),), ("running",), "", f"Thought no. {number}!") for number in range(16)]
 
     assert act(turns, "chat") == ["allow"] * 2 + ["steer"] * 11 + ["land"] * 2 + ["reject"]

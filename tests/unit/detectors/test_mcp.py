@@ -1,4 +1,4 @@
-"""Similarity `mcp`: which JSON-RPC requests are one call, which are none, and in what shape a call is refused."""
+"""Similarity `mcp`: which JSON-RPC requests are equal calls, and how a call is refused."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service, sample
+from tests.support.service import decoded, exchange, headers_of, list_uncounted, make_service, sample
 
 TOOL_CALL = "tools/call"
 _ids = count()
 
 
 def make_guard(*, uncountable: str = "allow", **loop: Any) -> Service:  # noqa: ANN401  # of a policy
-    """A service that refuses the second equal call."""
     made = policy("p", ANY, similarity="mcp", **{"threshold_identical_requests": 2, **loop})
     made["spec"]["uncountable"] = uncountable
     return make_service(made)
@@ -36,25 +35,12 @@ def call(params: object, method: object = TOOL_CALL, **more: object) -> bytes:
 
 
 def send(service: Service, data: bytes, accept: str = "application/json") -> ProcessingResponse:
-    """The answer to a request with this body."""
     *_, last = exchange(service, headers(accept=accept), body(data))
     return decoded(last)
 
 
 def is_refused(answer: ProcessingResponse) -> bool:
-    """Whether the request went no further."""
     return answer.HasField("immediate_response")
-
-
-def reasons(service: Service) -> dict[str, float]:
-    """How often the policy did not count, by reason."""
-    samples = [found for metric in service.metrics.uncounted.collect() for found in metric.samples]
-    return {found.labels["reason"]: found.value for found in samples if found.name.endswith("_total") and found.value}
-
-
-def text_of(answer: ProcessingResponse) -> str:
-    """What the model reads."""
-    return str(json.loads(answer.immediate_response.body)["result"]["content"][0]["text"])
 
 
 @pytest.mark.parametrize(
@@ -69,8 +55,7 @@ def text_of(answer: ProcessingResponse) -> str:
         ({"name": "f", "requestState": "s"}, {"name": "f", "requestState": "s"}),
     ],
 )
-def test_a_call_is_its_tool_and_its_arguments(one: object, other: object) -> None:
-    """Ids, metadata and spelling do not change a call."""
+def test_call_is_its_tool_and_arguments(one: object, other: object) -> None:
     service = make_guard()
 
     assert [is_refused(send(service, call(params))) for params in (one, other)] == [False, True]
@@ -87,24 +72,21 @@ def test_a_call_is_its_tool_and_its_arguments(one: object, other: object) -> Non
         ({"name": "f"}, {"name": "f", "requestState": "s"}),
     ],
 )
-def test_anything_else_makes_another_call(one: object, other: object) -> None:
-    """Other arguments are progress, whatever their names; so is an answer of the user in between."""
+def test_other_arguments_or_answers_make_another_call(one: object, other: object) -> None:
     service = make_guard()
 
     assert not any(is_refused(send(service, call(params))) for params in (one, other))
-    assert reasons(service) == {}
+    assert list_uncounted(service) == {}
 
 
 def message(*parts: object, **more: object) -> dict[str, Any]:
-    """Parameters of a message to another agent."""
     return {"message": {"messageId": next(_ids), "parts": parts, **more}}
 
 
 @pytest.mark.parametrize(
     "methods", [("message/send", "message/send"), ("message/stream", "message/send"), ("SendMessage",) * 2]
 )
-def test_a_message_is_its_parts(methods: Sequence[str]) -> None:
-    """Whatever ids it has, and whether its answer is streamed; other data in a part makes another message."""
+def test_a2a_message_is_its_parts(methods: Sequence[str]) -> None:
     service = make_guard()
     first, second = methods
     text, data = {"kind": "text", "text": "Done?"}, {"kind": "data", "data": {"id": 1}}
@@ -125,6 +107,7 @@ NO_METHODS: list[object] = [
     "ping",
     "notifications/cancelled",
     "TOOLS/CALL",
+    "tasks/get",
     None,
     7,
     [],
@@ -147,22 +130,20 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize("data", NO_CALLS)
-def test_what_is_no_call_is_never_refused(data: bytes) -> None:
-    """Handshakes, lists, notifications, answers and what no server takes for a call; nor where all has to be countable."""
+def test_other_methods_are_never_refused(data: bytes) -> None:
     service = make_guard(uncountable="reject")
 
     assert not any(is_refused(send(service, data)) for _ in range(3))
-    assert reasons(service) == {"not_a_call": 3}
+    assert list_uncounted(service) == {"not_a_call": 3}
 
 
-def test_a_stream_is_no_call() -> None:
-    """Clients open streams and end sessions with requests that have no body."""
+def test_request_without_body_is_no_call() -> None:
     service = make_guard(uncountable="reject")
 
     for method in ("GET", "DELETE"):
         (reply,) = exchange(service, headers(method=method, end=True))
         assert not is_refused(decoded(reply))
-    assert reasons(service) == {"not_a_call": 2}
+    assert list_uncounted(service) == {"not_a_call": 2}
 
 
 @pytest.mark.parametrize(
@@ -189,15 +170,14 @@ def test_a_stream_is_no_call() -> None:
     ids=["batch of one", "batch", "long batch", "many parts", "many arrays", "long", "open arrays", "deep", "long number",
          "tool not UTF-8", "id not UTF-8", "cut off", "batch cut off"],
 )  # fmt: skip  # one list
-def test_calls_that_cannot_be_told_apart_are_uncounted(data: bytes, reason: str, status: int) -> None:
-    """A batch that holds a call, too much of anything, and what is not JSON: refused where all has to be countable."""
+def test_batches_and_unreadable_calls_are_uncounted(data: bytes, reason: str, status: int) -> None:
     service, strict = make_guard(), make_guard(uncountable="reject")
 
     answers = [send(service, data) for _ in range(3)]
     refusal = send(strict, data)
 
     assert not any(map(is_refused, answers))
-    assert reasons(service) == {reason: 3}
+    assert list_uncounted(service) == {reason: 3}
     assert refusal.immediate_response.status.code == status
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
@@ -205,8 +185,7 @@ def test_calls_that_cannot_be_told_apart_are_uncounted(data: bytes, reason: str,
 @pytest.mark.parametrize(
     "identity", ["1", "-7", "1.50", "1e3", '"a"', '"\\u00fc\\n"', '""', "null", "9" * MAX_ID, f'"{"x" * (MAX_ID - 2)}"']
 )
-def test_a_refusal_answers_the_very_request(identity: str) -> None:
-    """It has the id of the last request, spelled as it was sent."""
+def test_refusal_has_the_id_of_the_request(identity: str) -> None:
     service = make_guard()
 
     for own in ("0", identity):
@@ -219,8 +198,8 @@ def test_a_refusal_answers_the_very_request(identity: str) -> None:
 
 
 @pytest.mark.parametrize("identity", ["true", "{}", "[1]", f'"{"x" * (MAX_ID - 1)}"', "9" * 700, None])
-def test_what_cannot_be_answered_is_refused_as_any_request(identity: str | None) -> None:
-    """A notification, and an id that JSON-RPC does not know or that is too long to repeat: an HTTP error, and no escape."""
+def test_call_without_valid_id_gets_http_error(identity: str | None) -> None:
+    """A notification, or an id that JSON-RPC does not know or that is too long to repeat."""
     service = make_guard()
     field = f'"id": {identity}, ' if identity is not None else ""
     data = f'{{{field}"method": "tools/call", "params": {{"name": "f"}}}}'.encode()
@@ -244,38 +223,33 @@ def test_what_cannot_be_answered_is_refused_as_any_request(identity: str | None)
         ("Text/Event-Stream, Application/JSON", "application/json"),
     ],
 )
-def test_the_answer_is_of_a_type_that_the_client_takes(accept: str, content_type: str) -> None:
-    """JSON, unless nothing but a stream of events is taken."""
+def test_refusal_has_an_accepted_content_type(accept: str, content_type: str) -> None:
     service = make_guard()
 
     for _ in range(2):
         answer = send(service, call({"name": "f"}), accept=accept)
 
-    sent = {option.header.key: option.header.raw_value.decode() for option in answer.immediate_response.headers.set_headers}
-    assert sent["content-type"] == content_type
+    assert headers_of(answer)["content-type"] == content_type
     assert answer.immediate_response.body.startswith(b"event: message\ndata: {" if "event" in content_type else b"{")
 
 
-def test_the_message_names_the_tool_and_what_would_be_progress() -> None:
-    """With the operator's words, and without the arguments; a long name is cut."""
+def test_message_names_the_tool_without_arguments() -> None:
     service = make_guard(tools={"f*": {"reason": " Ask a human. "}})
 
     for _ in range(2):
         answer = send(service, call({"name": "f" * 10_000, "arguments": {"key": "hidden"}}))
 
-    assert text_of(answer).startswith(
-        f"Loop detected: {'f' * 63}\u2026 has been called 2 times with the same arguments within "
-    )
-    assert text_of(answer).endswith(
+    text = json.loads(answer.immediate_response.body)["result"]["content"][0]["text"]
+    assert text.startswith(f"Loop detected: {'f' * 63}\u2026 has been called 2 times with the same arguments within ")
+    assert text.endswith(
         ", and was refused. Ask a human. Repeating it will be refused again. "
         "To continue, use other arguments, try another way, or finish with the result you have so far."
         " (recursive_loop_detected)"
     )
-    assert "hidden" not in text_of(answer)
+    assert "hidden" not in text
 
 
-def test_tools_have_limits_of_their_own() -> None:
-    """By name or pattern: another threshold, or none at all; the window is the detector's."""
+def test_tools_have_their_own_limits() -> None:
     service = make_guard(tools={"slow": {"threshold": 4}, "wait*": {"allow": True}})
 
     answers = {name: [is_refused(send(service, call({"name": name}))) for _ in range(5)] for name in ("f", "slow", "wait_a")}
@@ -283,7 +257,7 @@ def test_tools_have_limits_of_their_own() -> None:
     assert answers["f"] == [False] + [True] * 4
     assert answers["slow"] == [False] * 3 + [True] * 2
     assert answers["wait_a"] == [False] * 5
-    assert reasons(service) == {"allowed_tool": 5}
+    assert list_uncounted(service) == {"allowed_tool": 5}
 
 
 JSON = st.recursive(
@@ -297,14 +271,13 @@ JSON = st.recursive(
 
 @given(st.fixed_dictionaries({}, optional={name: JSON | st.just(TOOL_CALL) for name in ("id", "method", "params")}))
 def test_any_json_gets_one_answer(request: dict[str, Any]) -> None:
-    """Whatever stands where a request's fields should be, nothing fails, and what is no call is let through."""
     service = make_guard()
     data = json.dumps(request).encode()
 
     answers = [send(service, data) for _ in range(2)]
 
     assert sample(service, "fail_open_total", reason="internal_error") == 0
-    assert is_refused(answers[1]) == (reasons(service) == {})
+    assert is_refused(answers[1]) == (list_uncounted(service) == {})
 
 
 NEW_VERSION = "2026-07-28"
@@ -312,47 +285,34 @@ F = {"name": "f"}
 
 
 def send_with(service: Service, data: bytes, **claims: Any) -> list[ProcessingResponse]:  # noqa: ANN401  # headers
-    """The answers to a request with these headers, and this body where it is waited for."""
     return [decoded(answer) for answer in exchange(service, headers(**claims), body(data))]
 
 
-def test_a_poll_is_no_call() -> None:
-    """`tasks/get` asks how far a task is; asking again and again is no loop."""
-    service = make_guard()
-
-    assert not any(is_refused(send(service, call({"taskId": "t"}, "tasks/get"))) for _ in range(5))
-    assert reasons(service) == {"not_a_call": 5}
-
-
-@pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize(
-    "claims",
+    ("claims", "trust"),
     [
-        {"mcp_method": "tools/list"},
-        {"mcp_method": "tools/call", "mcp_name": "allowed"},
-        {"mcp_method": "tools/call"},
-        {"mcp_method": "tools/call", "mcp_name": "=?base64?!?="},
-        {"mcp_method": "tools/list", "mcp_protocol_version": "2025-06-18"},
-        {"mcp_method": "tools/list", "mcp_protocol_version": "9"},
-        {"mcp_method": "tools/call", "mcp_name": "g", "mcp_protocol_version": NEW_VERSION},
+        *(
+            (claims, trust)
+            for trust in (False, True)
+            for claims in (
+                {"mcp_method": "tools/list"},
+                {"mcp_method": "tools/call", "mcp_name": "allowed"},
+                {"mcp_method": "tools/call"},
+                {"mcp_method": "tools/call", "mcp_name": "=?base64?!?="},
+                {"mcp_method": "tools/list", "mcp_protocol_version": "2025-06-18"},
+                {"mcp_method": "tools/list", "mcp_protocol_version": "9"},
+                {"mcp_method": "tools/call", "mcp_name": "g", "mcp_protocol_version": NEW_VERSION},
+            )
+        ),
+        # a client chooses the version, so only a policy that trusts its server goes by it
+        ({"mcp_method": "ping", "mcp_protocol_version": NEW_VERSION}, False),
+        ({"mcp_method": "tools/call", "mcp_name": "allowed", "mcp_protocol_version": NEW_VERSION}, False),
     ],
 )
-def test_headers_that_lie_hide_no_loop(claims: dict[str, str], trust: bool) -> None:
-    """The body decides, and that they disagree is counted, with whatever policy."""
+def test_false_headers_hide_no_loop(claims: dict[str, str], trust: bool) -> None:
     service = make_guard(tools={"allowed": {"allow": True}}, trust_headers=trust)
 
     refused = [is_refused(send_with(service, call(F), **claims)[-1]) for _ in range(3)]
-
-    assert refused == [False, True, True]
-    assert sample(service, "header_mismatch_total", policy="p") == 3
-
-
-@pytest.mark.parametrize("claims", [{"mcp_method": "ping"}, {"mcp_method": "tools/call", "mcp_name": "allowed"}])
-def test_headers_of_the_new_version_hide_no_loop_either(claims: dict[str, str]) -> None:
-    """A client chooses the version that it names, so only a policy that trusts its server goes by that."""
-    service = make_guard(tools={"allowed": {"allow": True}})
-
-    refused = [is_refused(send_with(service, call(F), mcp_protocol_version=NEW_VERSION, **claims)[-1]) for _ in range(3)]
 
     assert refused == [False, True, True]
     assert sample(service, "header_mismatch_total", policy="p") == 3
@@ -371,8 +331,7 @@ def test_headers_of_the_new_version_hide_no_loop_either(claims: dict[str, str]) 
         ({"mcp_method": "ping"}, b'{"id": 1, "result": {}}'),
     ],
 )
-def test_headers_that_agree_are_not_reported(claims: dict[str, str], data: bytes) -> None:
-    """Nor those of what is no request."""
+def test_matching_headers_are_not_reported(claims: dict[str, str], data: bytes) -> None:
     service = make_guard()
 
     send_with(service, data, mcp_protocol_version=NEW_VERSION, **claims)
@@ -388,8 +347,8 @@ def test_headers_that_agree_are_not_reported(claims: dict[str, str], data: bytes
         ({"mcp_method": "tools/call", "mcp_name": "allowed"}, "allowed_tool"),
     ],
 )
-def test_a_trusted_header_decides_before_the_body(claims: dict[str, str], reason: str) -> None:
-    """What is not counted is done with its headers, and no body is waited for; a session id is not asked for."""
+def test_trusted_header_decides_before_the_body(claims: dict[str, str], reason: str) -> None:
+    """No body is waited for, and no session id is needed."""
     service = make_guard(tools={"allowed": {"allow": True}}, trust_headers=True)
 
     answers = send_with(service, call(F), mcp_protocol_version=NEW_VERSION, **claims)
@@ -399,12 +358,11 @@ def test_a_trusted_header_decides_before_the_body(claims: dict[str, str], reason
     ]
 
     assert [answer.WhichOneof("response") for answer in answers] == ["request_headers"]
-    assert reasons(service) == {reason: 1}
+    assert list_uncounted(service) == {reason: 1}
     assert later == [False, True]
 
 
-def test_an_untrusted_detector_beside_a_trusting_one_still_reads_the_body() -> None:
-    """Each detector of a policy decides for itself."""
+def test_each_detector_decides_whether_to_trust_headers() -> None:
     trusting = {"similarity": "mcp", "window_seconds": 60, "threshold_identical_requests": 2, "trust_headers": True}
     made = policy("p", ANY)
     made["spec"]["loop_detection"] = [

@@ -1,4 +1,4 @@
-"""Loops that are not in the messages of a conversation: scratchpads, prompts that nest themselves, and complaints."""
+"""Loops outside of turns: scratchpads, prompts that nest themselves, and complaints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def blob(steps: list[tuple[str, str, str]]) -> str:
 
 
 def chat(text: str, *before: str) -> dict[str, Any]:
-    """A request whose user says this; `before`: what user and assistant said before, in turn."""
+    """A chat whose user says this; `before`: what user and assistant said before, in turn."""
     said = [{"role": ["user", "assistant"][n % 2], "content": each} for n, each in enumerate(before)]
     return {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *said, {"role": "user", "content": text}]}
 
@@ -66,12 +66,10 @@ LADDER: dict[str, Any] = {"action": "steer", "escalate": {"reject": 7}, "weak_th
 
 
 def look(body: dict[str, Any], **keys: Any) -> Told:  # noqa: ANN401  # of loop_detection
-    """What is made of a request."""
     return tell(body, **LADDER | keys)
 
 
 def act(text: str, **keys: Any) -> str:  # noqa: ANN401  # of loop_detection
-    """What is done about a chat whose user says this."""
     return look(chat(text), **keys).action
 
 
@@ -81,8 +79,7 @@ OTHER = [("search", f"lamps no. {n}", f"found: {n}") for n in range(6)]
 
 
 @pytest.mark.parametrize("write", [scratchpad, blob])
-def test_a_scratchpad_in_one_text_is_turns(write: Callable[[list[tuple[str, str, str]]], str]) -> None:
-    """Of a chat, also behind earlier words, and of a plain prompt: the rules, the strength and the tools are those of turns."""
+def test_scratchpad_in_one_text_is_read_as_turns(write: Callable[[list[tuple[str, str, str]]], str]) -> None:
     for body in (chat(write(SAME * 3)), chat(write(SAME * 3), "Hi", "Hello!"), {"model": "m", "prompt": write(SAME * 3)}):
         assert look(body)[:3] == ("warn" if "prompt" in body else "steer", 3, "search")
         assert tell(body).rule == "repeat"
@@ -95,8 +92,7 @@ def test_a_scratchpad_in_one_text_is_turns(write: Callable[[list[tuple[str, str,
     assert act(write(SAME * 3), tools={"search": {"allow": True}}) == "allow"
 
 
-def test_a_cycle_in_a_scratchpad_is_one() -> None:
-    """Two things in turn."""
+def test_cycle_in_a_scratchpad_is_found() -> None:
     told = tell(chat(scratchpad([*SAME, ("calculator", "1+1", "2")] * 3)))
 
     assert (told.rule, told.tool) == ("cycle", "search calculator")
@@ -114,8 +110,7 @@ def test_a_cycle_in_a_scratchpad_is_one() -> None:
         "Action: look\nObservation: it rains.\n",
     ],
 )
-def test_examples_quotes_and_other_words_are_no_turns(text: str) -> None:
-    """What stands before the question, in a code block, or is no step."""
+def test_examples_and_quotes_are_no_turns(text: str) -> None:
     assert act(text) == "allow"
 
 
@@ -127,21 +122,19 @@ def test_examples_quotes_and_other_words_are_no_turns(text: str) -> None:
         ("a page\nBegin!", "allow"),
     ],
 )
-def test_what_was_found_may_hold_the_words_of_the_format(page: str, expected: str) -> None:
+def test_observation_may_contain_words_of_the_format(page: str, expected: str) -> None:
     """A question in an observation is part of it; `Begin!` never is."""
     assert act(scratchpad([("open", "a", page.replace("@", "lamps " * n)) for n in range(3)])) == expected
 
 
-def test_an_assistant_that_has_its_scratchpad_before_it_goes_on_from_there() -> None:
-    """As the newest message, which the model is to continue."""
+def test_scratchpad_in_an_assistant_message_is_read() -> None:
     body = chat("How many lamps?")
     body["messages"].append({"role": "assistant", "content": scratchpad(SAME * 3, before="", question="")})
 
     assert (tell(body).rule, look(body).action) == ("repeat", "warn")
 
 
-def test_a_plain_prompt_without_steps_is_not_counted() -> None:
-    """Nothing says what was done before."""
+def test_plain_prompt_without_steps_is_uncounted() -> None:
     assert find_reason({"model": "m", "prompt": "Question: How many lamps?\nThought:"}) == "no_history"
 
 
@@ -152,11 +145,8 @@ TASK = "List the five largest lamps of the world."
 @pytest.mark.parametrize(
     "words", [COMPLAINT, "Please answer with JSON only.\n\n", "这不是有效的JSON格式请再试一次 ", "Error in your answer!\n"]
 )
-def test_a_prompt_that_nests_itself_is_a_loop(words: str) -> None:
-    """From the threshold on, and weak: it is refused from `weak_threshold` on, or at once where a policy has none.
-
-    In a prompt without messages there is no place for a note.
-    """
+def test_prompt_that_nests_itself_is_a_loop(words: str) -> None:
+    """It is weak. A prompt without messages has no place for a note."""
     body = chat(words * 3 + TASK)
 
     assert look(body)[:3] == ("steer", 3, "")
@@ -185,13 +175,11 @@ def test_a_prompt_that_nests_itself_is_a_loop(words: str) -> None:
         "",
     ],
 )
-def test_what_only_looks_like_nesting_is_none(text: str) -> None:
-    """Lines, tables, laughs, numbers, padding, and what is repeated elsewhere."""
+def test_similar_texts_are_no_nesting(text: str) -> None:
     assert act(text) == "allow"
 
 
-def test_nesting_behind_turns_is_none() -> None:
-    """A conversation has its turns to judge by."""
+def test_nesting_after_turns_is_ignored() -> None:
     assert look(chat(COMPLAINT * 9 + TASK, "Hi", "Hello!")).action == "allow"
 
 
@@ -251,7 +239,7 @@ def test_quoted_steps_are_no_loop() -> None:
 
 
 def complained(times: int, said: str = "Your response did not contain an action, attempt {}.") -> dict[str, Any]:
-    """An assistant that answers in other words each time, and hears the same."""
+    """An assistant that answers in other words each time and gets the same complaint."""
     words = [f"I could do this in way no. {n}, or in another." for n in range(times)]
     return chat(said.format(times), TASK, *[each for n in range(times) for each in (words[n], said.format(n + 1))][:-1])
 
@@ -276,13 +264,12 @@ def complained(times: int, said: str = "Your response did not contain an action,
     ],
 )
 def test_complaints_are_told_from_wishes(text: str, expected: bool) -> None:
-    """What was wrong with the form of the answer, not what the next one should be like."""
     assert (look(complained(6, text)).action == "steer") is expected
 
 
 @pytest.mark.parametrize("threshold", [2, 3])
-def test_the_same_complaint_six_times_running_is_a_loop(threshold: int) -> None:
-    """Never below that, because most agents find their way; other words of the user's are none, however often they come."""
+def test_same_complaint_six_times_is_a_loop(threshold: int) -> None:
+    """Most agents recover before."""
     same, found = "Your response did not contain an action.", [(6, "steer"), (5, "allow"), (14, "reject")]
 
     assert tell(complained(6, same), threshold_identical_requests=threshold).rule == "error"
@@ -291,6 +278,5 @@ def test_the_same_complaint_six_times_running_is_a_loop(threshold: int) -> None:
     assert look(complained(9, "Give me another name."), threshold_identical_requests=threshold).action == "allow"
 
 
-def test_a_complaint_with_a_number_is_the_same() -> None:
-    """It gets a note, as any failure that comes back."""
+def test_complaint_with_a_number_gets_a_note() -> None:
     assert [look(complained(times)).action for times in (5, 20)] == ["allow", "steer"]

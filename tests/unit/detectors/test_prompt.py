@@ -1,4 +1,4 @@
-"""Repeated prompts in which a program changes something, and honest ones of one template."""
+"""Prompts that are equal but for clocks and attempts repeat; those of one template do not."""
 
 from __future__ import annotations
 
@@ -76,10 +76,8 @@ def compare(content: dict[str, Any]) -> bytes:
     return compared
 
 
-@pytest.mark.parametrize("api", BODIES)
-@pytest.mark.parametrize("moving", MOVING)
-def test_clocks_and_numbers_of_attempts_are_left_out(api: str, moving: str) -> None:
-    """In a system prompt and in the user's, of every API."""
+@pytest.mark.parametrize(("api", "moving"), [*(("chat", name) for name in MOVING), *((api, "iso") for api in BODIES)])
+def test_clocks_and_attempts_are_left_out(api: str, moving: str) -> None:
     write, move = BODIES[api], MOVING[moving]
 
     assert len({compare(write(move(number), "Go")) for number in range(10, 30)}) == 1
@@ -87,10 +85,8 @@ def test_clocks_and_numbers_of_attempts_are_left_out(api: str, moving: str) -> N
     assert compare(write(move(10), "Go")) != compare(write(move(10), "Stop"))
 
 
-@pytest.mark.parametrize("api", BODIES)
-@pytest.mark.parametrize("content", CONTENT)
-def test_requests_of_one_template_are_different(api: str, content: str) -> None:
-    """Ids, dates and other numbers are content."""
+@pytest.mark.parametrize(("api", "content"), [*(("chat", name) for name in CONTENT), *((api, "ids") for api in BODIES)])
+def test_requests_of_one_template_differ(api: str, content: str) -> None:
     write, fill = BODIES[api], CONTENT[content]
 
     assert len({compare(write("Be brief.", fill(number))) for number in range(10, 30)}) == 20
@@ -109,16 +105,14 @@ def test_requests_of_one_template_are_different(api: str, content: str) -> None:
         ("generate", lambda n: {"options": {"seed": n, "temperature": n / 100}}),
     ],
 )
-def test_options_that_vary_answers_are_left_out(api: str, write: Callable[[int], dict[str, Any]]) -> None:
-    """And so are notes about a request."""
+def test_sampling_options_and_metadata_are_left_out(api: str, write: Callable[[int], dict[str, Any]]) -> None:
     prompt = BODIES[api]("Be brief.", "Go")
 
     assert len({compare(prompt | write(number)) for number in range(20)}) == 1
 
 
 @pytest.mark.parametrize("more", [{"model": "other"}, {"user": "ann"}, {"tools": []}, {"prompt": {"variables": {"id": "1"}}}])
-def test_everything_else_is_compared(more: dict[str, Any]) -> None:
-    """The model, the user, tools and variables."""
+def test_model_user_tools_and_variables_are_compared(more: dict[str, Any]) -> None:
     prompt = BODIES["chat"]("Be brief.", "Go")
 
     assert compare(prompt | more) != compare(prompt)
@@ -135,28 +129,24 @@ def test_everything_else_is_compared(more: dict[str, Any]) -> None:
     ],
 )
 def test_uncounted_requests_have_a_reason(content: dict[str, Any], reason: str) -> None:
-    """Other detectors read histories."""
     with pytest.raises(NotCounted, match=f"^{reason}$"):
         compare(content)
 
 
-def test_the_start_of_an_answer_is_no_turn() -> None:
-    """The model continues it."""
+def test_start_of_an_answer_is_no_history() -> None:
     started = {"messages": [{"role": "user", "content": "As JSON"}, {"role": "assistant", "content": "{"}]}
 
     assert b"As JSON" in compare(started)
 
 
-def test_many_places_are_compared_unchanged() -> None:
-    """The work is bounded; what is beyond the bound is content."""
+def test_only_first_clocks_are_left_out() -> None:
     few, many = ({"prompt": f"{'12:00 ' * count}14:03:"} for count in (10, 5_000))
 
     assert compare(few | {"prompt": few["prompt"] + "01"}) == compare(few | {"prompt": few["prompt"] + "02"})
     assert compare(many | {"prompt": many["prompt"] + "01"}) != compare(many | {"prompt": many["prompt"] + "02"})
 
 
-def test_explain_shows_what_is_compared() -> None:
-    """A `#` stands for what was left out."""
+def test_explain_marks_what_is_left_out() -> None:
     document = Document(json.dumps(BODIES["chat"]("It is 12:00.", "Go (attempt 2)")).encode())
 
     assert open_conversation(document).model == "m"

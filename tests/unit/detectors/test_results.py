@@ -1,6 +1,9 @@
-"""Results without what changes by itself."""
+"""Results are compared without what changes by itself."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +11,8 @@ from hypothesis import strategies as st
 
 from extproc.detectors.results import MAX_NORMALIZED, count_lines, differ_in_lines, may_be_equal, normalize, normalize_head
 from tests.support.exact import load_exact
+from tests.support.told import tell
+from tests.support.turn_writers import Did, as_chat
 
 EXACT = load_exact("results")
 
@@ -76,7 +81,6 @@ GONE = {
     "a set": (("{'b', 'a', 'c'}", "{'c', 'a', 'b'}"), ("['b', 'a']", "['a', 'b']")),
     "a temporary path elsewhere": (("file:///var/tmp/a", "file:///var/tmp/b"), ("/home/x/tmp/a", "/home/x/tmp/b")),
 }
-"""What is left out: two results that differ in nothing else, and two of the kind that are not equal."""
 
 STAYS = [
     ('{"id": 101}', '{"id": 102}'),
@@ -111,12 +115,11 @@ STAYS = [
     ('{"count": 5}', '{"count": 6}'),
     ('{"count":5}', '{"count":6}'),
 ]
-"""More that is news."""
 
 
 @pytest.mark.parametrize(("equal", "unequal"), GONE.values(), ids=GONE)
-def test_what_changes_by_itself_is_left_out(equal: tuple[str, str], unequal: tuple[str, str]) -> None:
-    """Two results that differ in nothing else are equal, and neither is empty; what only looks like it stays."""
+def test_volatile_parts_are_left_out(equal: tuple[str, str], unequal: tuple[str, str]) -> None:
+    """Two results that differ only in this are equal; two that only look alike are not."""
     one, other = equal
     assert normalize(one) == normalize(other) != ""
     assert one != other
@@ -126,13 +129,12 @@ def test_what_changes_by_itself_is_left_out(equal: tuple[str, str], unequal: tup
 
 
 @pytest.mark.parametrize(("one", "other"), STAYS)
-def test_anything_else_stays(one: str, other: str) -> None:
-    """What a result says is news."""
+def test_other_parts_are_compared(one: str, other: str) -> None:
     assert normalize(one) != normalize(other)
 
 
-def test_what_is_far_back_is_compared_as_it_is() -> None:
-    """Normalising stops at the end of a line, however long what is left out before is."""
+def test_far_parts_of_results_are_compared_unchanged() -> None:
+    """Normalising stops at the end of a line."""
     rest = "x" * MAX_NORMALIZED
     short, long = ["took 7 ms\n" * 1_500 + rest, "took 812 ms\n" * 1_500 + rest]
 
@@ -175,70 +177,6 @@ _MORE = st.sampled_from(
         "0x7f12ab34cd",
     ]
 )
-_ODD = st.sampled_from(["\u00e9", "\u00b5s", "\u65e5", "x" * 600, "fe", "1234567", "hours", "%", ".5", "Z"])
-
-
-@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.integers(1, 3))
-def test_a_look_at_each_line_finds_what_the_pattern_finds(text: str, times: int) -> None:
-    """Line by line, those of one shape alike, the same is left out as by one pass over the whole text."""
-    digits = str.maketrans("0123456789", "5678901234")
-    repeated = "\n".join([text, text.translate(digits)] * times)
-
-    assert normalize(repeated) == EXACT.normalize(repeated)
-    assert normalize(text) == EXACT.normalize(text)
-
-
-def test_a_line_that_is_not_ascii_is_read_for_itself() -> None:
-    """A letter that no shape can express is not mistaken for another character."""
-    assert normalize("see /tmp/\u65e5x end\nsee /tmp/?x end") == "see # end\nsee /tmp/?x end"
-
-
-@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.lists(_PIECES, max_size=60).map("".join))
-def test_results_of_other_lengths_in_lines_differ_however_they_are_normalised(one: str, other: str) -> None:
-    """No line end changes by itself."""
-    if differ_in_lines(count_lines(one), count_lines(other)):
-        assert normalize(one) != normalize(other)
-    if "\\" not in one:
-        assert normalize(one).count("\n") == one.count("\n")
-
-
-@given(st.lists(_PIECES, max_size=80).map("".join), st.lists(_PIECES, max_size=80).map("".join))
-def test_a_quick_look_never_tells_equal_results_apart(one: str, other: str) -> None:
-    """What `may_be_equal` denies is never equal."""
-    if normalize(one) == normalize(other):
-        assert may_be_equal(normalize_head(one), normalize_head(other))
-
-
-@given(st.lists(_PIECES, min_size=30, max_size=80).map("".join), st.data())
-def test_a_quick_look_takes_long_results_that_are_equal(start: str, data: st.DataObject) -> None:
-    """Durations, line numbers and temporary paths of any length do not tell long results apart."""
-    numbers = st.integers(0, 10**9)
-
-    def text() -> str:
-        """The same again."""
-        path = "x" * data.draw(st.integers(1, 90))
-        return f"{start} line {data.draw(numbers)} {start} {data.draw(numbers)} ms /tmp/{path} end" * 3  # no file
-
-    one, other = text(), text()
-    assert may_be_equal(normalize_head(one), normalize_head(other)) or normalize(one) != normalize(other)
-
-
-_HOSTILE = [
-    *("\r", "a\ra", "{'", "{'a', 'b', ", "', '", "req_", "req_a1", "request_id: ", "nonce=", "1 M", "1it/"),
-    *("_a1b2c3d4-", "id:", "hunk id", "00000000 ", "1763792054 ", "b/s ", "1 0 ", "pid: ", "p"),
-    *(":1", "a:1", "1s", "1:", "1 s", "1.", "1m", "1/1/", "'1", "12:30", "line ", "line 1", "ab", "0x", "-", "M"),
-    *("/tmp/", "aaaaaaaa-", "11111111-1111-1111-", "2026-11-22 ", "1 1s ", "Nov 1 ", "Sun, 1 Nov "),  # noqa: S108  # no file
-]
-
-
-@pytest.mark.parametrize("piece", _HOSTILE)
-def test_a_result_of_nothing_but_one_piece_is_normalised(piece: str) -> None:
-    """No input is catastrophic: a megabyte of anything ends, and twice as much of it starts alike."""
-    text = piece * (2**20 // len(piece))
-
-    assert normalize(text + piece).startswith(normalize(text)[:1_000])
-
-
 _NAMES = [
     "req",
     "uest",
@@ -256,14 +194,213 @@ _NAMES = [
     *("{'", "', '", "'}", "Ab1"),
     *"_- :=\"'x",
 ]
+_KEYED = st.sampled_from(
+    [
+        *("duration", "Elapsed", "latency", "took", "time", "Time", "wall", "query", "pid", "process", "id", "in", "ms", "Ms"),
+        *("_", "-", "s", "S", "seconds", "Millis", "taken", '"', "'", '": ', ":", "=", ">", "<", "</", " ", "\\", "\\n", "\n"),
+        *("4", "0.3", "e-5", ",", "}", "]", "AppData", "Local", "Temp", "/", "x", "\u00e9", "\u017f", "/var/folders/"),
+    ]
+)
+_ODD = st.sampled_from(["\u00e9", "\u00b5s", "\u65e5", "x" * 600, "fe", "1234567", "hours", "%", ".5", "Z"])
 
 
-@given(st.lists(st.sampled_from(_NAMES), max_size=12).map("".join))
-def test_a_quick_look_misses_no_id_of_a_call(text: str) -> None:
-    """Looking for the names first spares the patterns their search, and changes nothing; sets are looked for with them."""
+@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.integers(1, 3))
+def test_line_by_line_normalising_equals_one_pass(text: str, times: int) -> None:
+    digits = str.maketrans("0123456789", "5678901234")
+    repeated = "\n".join([text, text.translate(digits)] * times)
+
+    assert normalize(repeated) == EXACT.normalize(repeated)
     assert normalize(text) == EXACT.normalize(text)
 
 
+@given(st.lists(st.sampled_from(_NAMES), max_size=12).map("".join) | st.lists(_KEYED, max_size=30).map("".join))
+def test_quick_look_misses_no_key_or_id(text: str) -> None:
+    assert normalize(text) == EXACT.normalize(text)
+
+
+def test_lines_that_are_not_ascii_are_normalised_separately() -> None:
+    assert normalize("see /tmp/\u65e5x end\nsee /tmp/?x end") == "see # end\nsee /tmp/?x end"
+
+
+@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.lists(_PIECES, max_size=60).map("".join))
+def test_normalising_keeps_line_ends(one: str, other: str) -> None:
+    if differ_in_lines(count_lines(one), count_lines(other)):
+        assert normalize(one) != normalize(other)
+    if "\\" not in one:
+        assert normalize(one).count("\n") == one.count("\n")
+
+
+@given(st.lists(_PIECES, min_size=30, max_size=80).map("".join), st.data())
+def test_quick_look_accepts_equal_long_results(start: str, data: st.DataObject) -> None:
+    numbers = st.integers(0, 10**9)
+
+    def text() -> str:
+        path = "x" * data.draw(st.integers(1, 90))
+        return f"{start} line {data.draw(numbers)} {start} {data.draw(numbers)} ms /tmp/{path} end" * 3  # no file
+
+    one, other = text(), text()
+    assert may_be_equal(normalize_head(one), normalize_head(other)) or normalize(one) != normalize(other)
+
+
+_HOSTILE = [
+    *("\r", "a\ra", "{'", "{'a', 'b', ", "', '", "req_", "req_a1", "request_id: ", "nonce=", "1 M", "1it/"),
+    *("_a1b2c3d4-", "id:", "hunk id", "00000000 ", "1763792054 ", "b/s ", "1 0 ", "pid: ", "p"),
+    *(":1", "a:1", "1s", "1:", "1 s", "1.", "1m", "1/1/", "'1", "12:30", "line ", "line 1", "ab", "0x", "-", "M"),
+    *("/tmp/", "aaaaaaaa-", "11111111-1111-1111-", "2026-11-22 ", "1 1s ", "Nov 1 ", "Sun, 1 Nov "),  # noqa: S108  # no file
+    *("duration", '"duration": ', '"duration": 1', "<pid ", "<pid>1", "wall_time", "time_", "total_", "Millis", '"took":"1'),
+    *("AppData/Local/Temp/", "AppData\\\\Local\\\\Temp\\\\", "AppData\\Local\\Temp\\", "/var/folders/", "time=\\"),
+]
+
+
+@pytest.mark.parametrize("piece", _HOSTILE)
+def test_hostile_result_is_normalised(piece: str) -> None:
+    text = piece * (2**20 // len(piece))
+
+    assert normalize(text + piece).startswith(normalize(text)[:1_000])
+
+
 def test_ids_of_a_call_are_left_out() -> None:
-    """Those of requests, traces and calls; what stands before them stays."""
     assert normalize("id: req_a1B2c3D4, 'request_id': 'a-1_b2'") == "id: req_#, 'request_id': '#'"
+
+
+KEYS = [
+    *("duration", "duration_s", "duration_ms", "duration_seconds", "durationMs", "durationSeconds", "Duration", "DURATION_MS"),
+    *("duration_in_ms", "durationInMillis", "durationNanos", "total_duration", "totalDurationMs", "took", "took_ms", "tookMs"),
+    *("elapsed", "Elapsed", "elapsed_ms", "elapsedMs", "elapsed_time", "time_elapsed", "latency", "latency_ms", "latencyMs"),
+    *("wall_time", "wall-time", "walltime", "wallTimeSeconds", "execution_time", "executionTimeMs", "response_time_ms"),
+    *(
+        "query_time",
+        "time_ms",
+        "timeMs",
+        "time_taken",
+        "pid",
+        "PID",
+        "ppid",
+        "worker_pid",
+        "parentPid",
+        "process_id",
+        "processId",
+    ),
+]
+
+CONTENT = [
+    *("percent", "count", "price", "date", "id", "total", "size", "durations", "duration_count", "time", "times", "timeout"),
+    *("start_time", "end_time", "lifetime", "rapid", "cupid", "pids", "pid_count", "overtook", "process", "tookCount"),
+]
+
+WRITTEN = {
+    "JSON": '{{"{key}": {number}, "ok": true}}',
+    "compact JSON": '{{"ok":true,"{key}":{number}}}',
+    "quoted": '{{"{key}": "{number}"}}',
+    "lines of JSON": '{{\n  "{key}": {number}\n}}',
+    "JSON in a string": '"{{\\"{key}\\": {number}}}\\nmore"',
+    "Python": "{{'{key}': {number}}}",
+    "XML": "<r><{key}>{number}</{key}></r>",
+    "XML with attributes": '<r><{key} of="it">{number}</{key}></r>',
+    "an attribute": '<r {key}="{number}"/>',
+}
+
+NUMBERS = ["4", "0.3", "12345678", "1.5e-05"]
+
+ELSEWHERE = [
+    ('{"duration": "4 of 9"}', '{"duration": "5 of 9"}'),
+    ('{"duration": "part 4"}', '{"duration": "part 5"}'),
+    ('{"duration": [4, 5]}', '{"duration": [4, 6]}'),
+    ("<duration>4 of 9</duration>", "<duration>5 of 9</duration>"),
+    ("duration 4", "duration 5"),
+    ("took 4 of them", "took 5 of them"),
+    ('<t time="4">', '<t time="5">'),
+    ("/var/folders.txt 4", "/var/folders.txt 5"),
+    ("/var/log/a4", "/var/log/a5"),
+    ("/workspace/tmp/a4", "/workspace/tmp/a5"),
+    (r"C:\Users\x\AppData\Roaming\a4", r"C:\Users\x\AppData\Roaming\a5"),
+    (r"C:\Users\x\AppData\Local\Temporal\a4", r"C:\Users\x\AppData\Local\Temporal\a5"),
+    ("C:/Users/x/AppData/Local/Tempo/a4", "C:/Users/x/AppData/Local/Tempo/a5"),
+]
+
+EQUAL = [
+    ("# duration_ms 56.7", "# duration_ms 4"),
+    ('<testcase name="a" time="0.034">', '<testcase name="a" time="1.200">'),
+    ("/var/folders/zz/a_1/T/tmpx/a.txt: gone", "/var/folders/zz/b_2/T/tmpy/c.txt: gone"),
+    ("/private/var/folders/zz/a_1/T/x gone", "/private/var/folders/zz/b_2/T/longer-y gone"),
+    ("/private/tmp/x gone", "/private/tmp/longer-y gone"),
+    ("/private/var/tmp/x gone", "/private/var/tmp/longer-y gone"),
+    (r"C:\Users\x\AppData\Local\Temp\tmpab\n.txt is gone", r"C:\Users\x\AppData\Local\Temp\tmpcde\n.txt is gone"),
+    (r'"C:\\Users\\x\\AppData\\Local\\Temp\\tmpab\\n.txt\ngone"', r'"C:\\Users\\x\\AppData\\Local\\Temp\\nab\\t.txt\ngone"'),
+    ("C:/Users/x/AppData/Local/Temp/a gone", "C:/Users/x/AppData/Local/Temp/longer-b gone"),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "written"), [*((key, WRITTEN["JSON"]) for key in KEYS), *(("duration_ms", form) for form in WRITTEN.values())]
+)
+def test_durations_and_process_ids_are_left_out(key: str, written: str) -> None:
+    texts = [written.format(key=key, number=number) for number in NUMBERS]
+
+    assert len({normalize(text) for text in texts}) == 1
+    assert key in normalize(texts[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "written"), [*((key, WRITTEN["JSON"]) for key in CONTENT), *(("count", form) for form in WRITTEN.values())]
+)
+def test_numbers_under_other_keys_are_compared(key: str, written: str) -> None:
+    assert len({normalize(written.format(key=key, number=number)) for number in ("4", "5", "46")}) == 3
+
+
+@pytest.mark.parametrize(("one", "other"), ELSEWHERE)
+def test_numbers_in_longer_values_are_compared(one: str, other: str) -> None:
+    assert normalize(one) != normalize(other)
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_temporary_folders_and_test_times_are_left_out(one: str, other: str) -> None:
+    assert normalize(one) == normalize(other)
+    assert may_be_equal(normalize_head(one), normalize_head(other))
+
+
+@given(st.lists(_KEYED, max_size=60).map("".join), st.lists(_KEYED, max_size=30).map("".join), st.data())
+def test_quick_look_accepts_equal_starts(start: str, end: str, data: st.DataObject) -> None:
+    """Wherever the start of a result is cut."""
+    numbers = st.sampled_from([*NUMBERS, "12345678901234567890.12345678901234567890e-100"])
+    one, other = [
+        f'{start}, "duration": {data.draw(numbers)}, "path": "/var/folders/{data.draw(numbers)}"'
+        f', "pid": "{data.draw(numbers)}"{end}'
+        for _ in range(2)
+    ]
+
+    assert normalize(one) != normalize(other) or may_be_equal(normalize_head(one), normalize_head(other))
+
+
+def repeat(tool: str, result: str, times: int, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+    """A chat in which a tool is called again and again; `@` is the number of the turn."""
+    return as_chat(
+        [
+            Did(
+                ((tool, json.loads(json.dumps(arguments).replace('"@"', str(n)))),),
+                (result.replace("@", str(n)),),
+                "",
+                f"No. {n}!",
+            )
+            for n in range(times)
+        ]
+    )
+
+
+LADDER: dict[str, Any] = {"action": "steer", "escalate": {"land": 5, "reject": 7}, "weak_threshold": 14}
+CODEX = '{"output": "cat: x: No such file", "metadata": {"exit_code": 1, "duration_seconds": 0.@}}'
+CONVERSATIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "an error with other durations": (repeat("shell", CODEX, 7, command="cat x"), True),
+    "the same six times": (repeat("shell", CODEX, 6, command="cat x"), False),
+    "searches that differ in time": (repeat("find", '{"took": @, "hits": []}', 16, q="x"), True),
+    "the same, which wait as weak loops do": (repeat("find", '{"took": @, "hits": []}', 15, q="x"), False),
+    "the same wait": (repeat("wait", "error: boom", 7, duration=5), True),
+    "other waits": (repeat("wait", '{"waited": @}', 7, duration="@", pid="@"), False),
+    "other records": (repeat("next", '{"id": @, "duration_ms": 4}', 16), False),
+}
+
+
+@pytest.mark.parametrize(("body", "refused"), CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_conversations_with_moving_numbers(body: dict[str, Any], refused: bool) -> None:
+    """Durations neither hide a loop nor make one: in arguments they are content."""
+    assert (tell(body, **LADDER).action == "reject") is refused

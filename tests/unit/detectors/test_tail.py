@@ -1,4 +1,4 @@
-"""Conversations compared by their end: what of the last messages matters, and what does not."""
+"""Conversations compared by their last messages."""
 
 from __future__ import annotations
 
@@ -34,39 +34,26 @@ def compared(value: Any, messages: int = 3) -> bytes:  # noqa: ANN401  # any JSO
 
 
 def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:  # noqa: ANN401  # any JSON value
-    """A chat request."""
     return {"model": "m", "messages": list(messages), **more}
 
 
 def user(content: Any) -> dict[str, Any]:  # noqa: ANN401  # any JSON value
-    """A message of the user's."""
     return {"role": "user", "content": content}
 
 
 def call(name: str = "f", arguments: str = "{}", identity: str = "1") -> dict[str, Any]:
-    """A message of the assistant's with one call."""
     calls = [{"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 @given(_FOLDABLE)
 def test_folding_is_lower_case_and_single_spaces(text: str) -> None:
-    """Any text, ASCII or not, is folded as Python's own methods do it."""
     assert fold(text) == " ".join(text.lower().split()).encode()
-
-
-def test_folding_treats_every_character_alike() -> None:
-    """Each character of ASCII, alone, doubled and within a word, is folded as Python's own methods do it."""
-    for character in map(chr, range(128)):
-        text = f"{character}A{character}b {character}{character}C{character}"
-
-        assert fold(text) == " ".join(text.lower().split()).encode(), repr(character)
 
 
 @pytest.mark.parametrize("size", [16_383, 16_384, 16_385, 100_000])
 @pytest.mark.parametrize("unit", ["a  B", " \t\n", "x\x1c \x1dY", "é  "])
 def test_long_texts_are_folded_alike(unit: str, size: int) -> None:
-    """However long a text is, and wherever its spaces fall, folding gives the same."""
     text = (unit * size)[:size]
 
     assert fold(text) == " ".join(text.lower().split()).encode()
@@ -194,17 +181,14 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize(("one", "other", "same"), _PAIRS.values(), ids=_PAIRS)
-def test_what_matters_and_what_does_not(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
-    """Model, roles, folded texts, tools, arguments, results and other parts matter, in order; ids and all the rest do not."""
+def test_messages_are_compared_without_ids_and_options(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
     assert (compared(one) == compared(other)) is same
 
 
-def test_the_policy_says_how_many_messages_are_compared() -> None:
-    """With `tail_messages` of n the nth newest message matters and the one before it does not; three is the default."""
+def test_tail_messages_sets_how_many_are_compared() -> None:
     said = [user(f"message {number}") for number in range(6)]
 
     def matters(messages: int) -> list[bool]:
-        """For each place of the history."""
         others = [[*said[:place], user("other"), *said[place + 1 :]] for place in range(6)]
         return [compared(chat(*said), messages) != compared(chat(*other), messages) for other in others]
 
@@ -213,7 +197,7 @@ def test_the_policy_says_how_many_messages_are_compared() -> None:
 
 
 def _respelled(value: Any) -> str:  # noqa: ANN401  # any JSON value
-    """A value with every character escaped, every object backwards, spaces everywhere and every number with an exponent."""
+    """A value with each character escaped, objects reversed, more spaces, and exponents."""
     if isinstance(value, str):
         units = value.encode("utf-16-be").hex()
         return '"' + "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4)) + '"'
@@ -225,20 +209,17 @@ def _respelled(value: Any) -> str:  # noqa: ANN401  # any JSON value
 
 
 @pytest.mark.parametrize("name", [name for name in BODIES if name not in _NOTHING_TO_COMPARE])
-def test_spelling_does_not_matter_in_real_requests(name: str) -> None:
-    """Key order, white space, escapes and numbers of a whole body are nothing that a conversation would show."""
+def test_spelling_of_recorded_requests_does_not_matter(name: str) -> None:
     assert compared(_respelled(json.loads(BODIES[name])).encode()) == compared(BODIES[name])
 
 
-def test_real_requests_are_all_different() -> None:
-    """No two of the requests of our test data are equal, except one conversation in two APIs."""
+def test_recorded_requests_all_differ() -> None:
     found = {compared(data) for name, data in BODIES.items() if name not in _NOTHING_TO_COMPARE}
 
     assert len(found) == len(BODIES) - len(_NOTHING_TO_COMPARE) - 1
 
 
-def test_what_is_compared_can_be_shown() -> None:
-    """For people it is one line each: the model, then the messages, the oldest first."""
+def test_compared_messages_are_shown() -> None:
     looks = Tail(LoopDetection(similarity="tail"))
 
     shown = looks.show(Document(BODIES["chat_stuck"]))
@@ -252,8 +233,7 @@ def test_what_is_compared_can_be_shown() -> None:
     ]
 
 
-def test_a_conversation_that_ends_alike_is_refused() -> None:
-    """Through the service a growing history with the same end is a loop, for each caller and model by itself."""
+def test_conversation_with_same_end_is_refused() -> None:
     service = make_service(policy("p", ANY, similarity="tail", limit_keys=["header:x-user"]))
     history: list[dict[str, Any]] = []
     answers = []
@@ -269,7 +249,7 @@ def test_a_conversation_that_ends_alike_is_refused() -> None:
 
 
 def _written(paths: Sequence[str], shape: str) -> dict[str, Any]:
-    """A turn in which several files are written at once, each with the same answer, in the words of an API."""
+    """A turn in which several files are written at once, each with the same answer."""
     calls = [(f"id{number}", json.dumps({"path": path})) for number, path in enumerate(paths)]
     if shape == "chat":
         asked = [{"id": call, "type": "function", "function": {"name": "write", "arguments": text}} for call, text in calls]
@@ -280,8 +260,8 @@ def _written(paths: Sequence[str], shape: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shape", ["chat", "responses"])
-def test_results_are_compared_with_what_was_asked(shape: str) -> None:
-    """Where the calls lie further back than the tail, answers that read the same are the same only if the calls are."""
+def test_results_are_compared_with_their_calls(shape: str) -> None:
+    """Even if the calls are further back than the tail."""
     one, other, again = (compared(_written(paths, shape)) for paths in (["a", "b", "c"], ["d", "e", "f"], ["a", "b", "c"]))
 
     assert one == again
@@ -289,35 +269,31 @@ def test_results_are_compared_with_what_was_asked(shape: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["continue", [{"type": "function_call_output", "call_id": "a", "output": "ok"}]])
-def test_what_follows_another_response_is_another_request(given: object) -> None:
-    """Where the server keeps the history, the same words after something else may well be progress."""
+def test_previous_response_is_compared(given: object) -> None:
+    """The server keeps the history, so equal words may be progress."""
     one, other, again = (compared({"input": given, "previous_response_id": name}) for name in ("r1", "r2", "r1"))
 
     assert one == again
     assert one != other
 
 
-def test_a_conversation_that_the_server_goes_on_with_has_no_end_here() -> None:
-    """Only the server knows what came before, so nothing is compared."""
+def test_conversation_kept_by_server_is_uncounted() -> None:
     with pytest.raises(NotCounted, match="no_history"):
         Tail(LoopDetection(similarity="tail")).compare(Document(b'{"conversation":"c","input":"continue"}'))
 
 
-def test_a_message_in_keys_of_its_own_is_compared_whole() -> None:
-    """What some clients call `parts` in place of `content` tells their messages apart."""
+def test_message_in_unknown_keys_is_compared_whole() -> None:
     one, other = ({"messages": [{"role": "user", "parts": [{"text": text}]}]} for text in ("a", "b"))
 
     assert compared(one) != compared(other)
 
 
-def test_texts_to_be_embedded_are_no_conversation() -> None:
-    """A list of texts has no end that would tell what is asked for."""
+def test_texts_to_embed_are_no_conversation() -> None:
     with pytest.raises(NotCounted, match="no_messages"):
         Tail(LoopDetection(similarity="tail")).compare(Document(b'{"model":"m","input":["doc 1","",""]}'))
 
 
-def test_a_reference_is_its_id() -> None:
-    """Items that refer to different ids differ, though ids are left out elsewhere."""
+def test_item_references_are_compared_by_id() -> None:
     one, other = ({"input": [{"type": "item_reference", "id": identity}]} for identity in ("a", "b"))
 
     assert compared(one) != compared(other)
