@@ -86,7 +86,7 @@ OUT = "HTTP 503 Service Unavailable"
 SLOW = "Command timed out after 120 seconds"
 SAME = "each time, and the same call will not change that."
 CUT_OFF = json.loads(
-    json.dumps(repeat(("execute_sql", {"query": "x"}), "Error: bad JSON", execute_sql=SQL)).replace('\\"x\\"}', '\\"x')
+    json.dumps(repeat(("execute_sql", {}), "Error: bad JSON", execute_sql=SQL)).replace('"{}"', r'"{\"query\": \"x"')
 )
 SERVED = [{"type": "mcp", "server_label": "x"}, {"type": "function", "name": "mine", "parameters": {}}]
 SPACE = {"tools": [{"type": "namespace", "name": "db", "tools": [{"type": "function", "name": "query", "parameters": SQL}]}]}
