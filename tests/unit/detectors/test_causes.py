@@ -90,7 +90,7 @@ CUT_OFF = json.loads(
 )
 SERVED = [{"type": "mcp", "server_label": "x"}, {"type": "function", "name": "mine", "parameters": {}}]
 SPACE = {"tools": [{"type": "namespace", "name": "db", "tools": [{"type": "function", "name": "query", "parameters": SQL}]}]}
-MANY: dict[str, Schema] = {f"t{number}": {} for number in range(501)}
+MANY: Schema = {f"t{number}": {} for number in range(501)}
 FAILS = [
     Did((("look", {}),), ("all is well",)),
     Did((("fix", {"path": "a"}),), ("Error: read-only file system",)),

@@ -195,17 +195,6 @@ CANNOT_LOOK: list[tuple[dict[str, Any], bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("loop", "data", "reason"), CANNOT_LOOK)
-def test_unreadable_body_is_counted_by_other_detectors(loop: dict[str, Any], data: bytes, reason: str) -> None:
-    service = make_service(several("p", loop, {}))
-
-    answers = [status(sent(service, data)) for _ in range(3)]
-
-    assert answers == [0, 0, 429]
-    assert list_uncounted(service) == {reason: 3}
-    assert sample(service, "detections_total", policy="p", detector="exact", mode="enforce", action="reject", strength="") == 1
-
-
 def test_canonical_compares_other_bodies_exactly() -> None:
     service = make_service(policy("p", ANY, **CANONICAL))
 
@@ -346,22 +335,6 @@ def test_body_descriptor_is_a_scalar_found_by_pointer(key: str, value: object, e
     assert found == (f"{expected}|x-a=1" if expected else "x-a=1")
 
 
-@pytest.mark.parametrize("data", [b"{}", b'{"user": null}', b'{"user": {}}', b"not JSON", b""])
-def test_missing_body_descriptor_can_skip(data: bytes) -> None:
-    check = looked_into(make_engine(policy("p", ANY, limit_keys=["body:/user"], missing_descriptor="skip")), data)
-
-    assert check.enforcing.active == []
-    assert check.list_uncounted() == [("p", "missing_descriptor")]
-
-
-@pytest.mark.parametrize(("length", "counted"), [(8_192, True), (8_193, False)])
-def test_body_descriptor_is_bounded(length: int, counted: bool) -> None:
-    check = looked_into(make_engine(policy("p", ANY, limit_keys=["body:/user"])), encoded({"user": "x" * length}))
-
-    assert [entry.plan.id for entry in check.enforcing.active] == (["p"] if counted else [])
-    assert check.list_uncounted() == ([] if counted else [("p", "descriptor_too_long")])
-
-
 def test_keys_of_one_name_are_told_apart() -> None:
     keys_ = ["header:user", "query:user", "body:/user", "body:/User"]
     request = HttpRequest("POST", "/?user=q", "host", {"user": b"h"})
@@ -369,15 +342,6 @@ def test_keys_of_one_name_are_told_apart() -> None:
     (found,) = composites(policy("p", ANY, limit_keys=keys_), data=encoded({"user": "b", "User": "B"}), request=request)
 
     assert found == "body:/User=B|body:/user=b|header:user=h|query:user=q"
-
-
-def test_callers_named_in_the_body_count_apart() -> None:
-    loops = ({"body": "ignore"}, CANONICAL | {"ignore_fields": ["/user"]}, TAIL, CALLS | {"cooldown_seconds": 9})
-    service = make_service(several("p", *loops, limit_keys=["body:/user"]))
-
-    statuses = [status(sent(service, chat("hi", user=user))) for user in ("ann", "bob", "ann", "bob", "ann", "bob", "eve")]
-
-    assert statuses == [0, 0, 0, 0, 429, 429, 0]
 
 
 def test_ignored_body_is_awaited_if_it_names_callers() -> None:
@@ -572,7 +536,7 @@ _BY_USER: dict[str, Any] = {"limit_keys": ["body:/user"]}
 _PASS, _REFUSE = [0, 0, 0], [0, 0, 429]
 
 Sent = tuple[dict[str, Any], bytes]
-THREE: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, float]]] = {
+COUNTED: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, float]]] = {
     "a body at the limit of one detector, above that of another": (
         [several("p", TAIL | _AT, TAIL | {"name": "less"} | _BELOW)],
         [({}, _HI)] * 3,
@@ -585,6 +549,50 @@ THREE: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, fl
         _REFUSE,
         {"inspect_limit": 3},
     ),
+    **{
+        f"what {loop['similarity']} cannot read, {data[:20]!r}": (
+            [several("p", loop, {})],
+            [({}, data)] * 3,
+            _REFUSE,
+            {reason: 3},
+        )
+        for loop, data, reason in CANNOT_LOOK
+    },
+    "callers named in the body": (
+        [
+            several(
+                "p",
+                {"body": "ignore"},
+                CANONICAL | {"ignore_fields": ["/user"]},
+                TAIL,
+                CALLS | {"cooldown_seconds": 9},
+                **_BY_USER,
+            )
+        ],
+        [({}, chat("hi", user=user)) for user in ("ann", "bob", "ann", "bob", "ann", "bob", "eve")],
+        [0, 0, 0, 0, 429, 429, 0],
+        {},
+    ),
+    **{
+        f"no caller in the body, {data!r}": (
+            [policy("p", ANY, **_BY_USER, missing_descriptor="skip")],
+            [({}, data)] * 3,
+            _PASS,
+            {"missing_descriptor": 3},
+        )
+        for data in (b"{}", b'{"user": null}', b'{"user": {}}', b"not JSON", b"")
+    },
+    "the longest name of a caller": ([policy("p", ANY, **_BY_USER)], [({}, encoded({"user": "x" * 8_192}))] * 3, _REFUSE, {}),
+    "a name that is longer": (
+        [policy("p", ANY, **_BY_USER)],
+        [({}, encoded({"user": "x" * 8_193}))] * 3,
+        _PASS,
+        {"descriptor_too_long": 3},
+    ),
+    **{
+        f"an impossible length, {digit}...": ([policy("p", ANY)], [({"content_length": digit * times}, b"x")] * 3, _REFUSE, {})
+        for digit, times in (("7", 700), ("9", 5_000))
+    },
     "a bypass of the policy beside": (
         [with_spec(policy("p", ANY), bypass=[{"pathPrefix": "/"}]), policy("q", ANY)],
         [({}, b"x")] * 3,
@@ -631,8 +639,8 @@ THREE: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, fl
 }
 
 
-@pytest.mark.parametrize(("policies", "requests", "statuses", "left_out"), THREE.values(), ids=THREE)
-def test_three_requests_are_counted_or_uncounted(
+@pytest.mark.parametrize(("policies", "requests", "statuses", "left_out"), COUNTED.values(), ids=COUNTED)
+def test_requests_are_counted_or_uncounted(
     policies: list[dict[str, Any]], requests: list[Sent], statuses: list[int], left_out: dict[str, float]
 ) -> None:
     service = make_service(*policies)
@@ -808,17 +816,6 @@ def test_contents_of_bodies_are_never_logged_or_measured(loop: dict[str, Any], c
     assert any(status(answer) == 429 for answer in answers)
     assert SECRET not in caplog.text + str([vars(record) for record in caplog.records]) + "".join(told)
     assert SECRET not in generate_latest(service.metrics.registry).decode()
-
-
-@pytest.mark.parametrize("content_length", ["7" * 700, "9" * 5_000])
-def test_impossible_content_length_is_ignored(content_length: str) -> None:
-    service = make_service(policy("p", ANY))
-
-    for _ in range(3):
-        exchange(service, headers(content_length=content_length), body(b"x"))
-
-    assert sample(service, "requests_total", policy="p", mode="enforce", action="reject") == 1
-    assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
 def test_shadow_policy_delays_no_decision_on_headers() -> None:

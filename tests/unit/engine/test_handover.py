@@ -211,63 +211,57 @@ def test_stream_keeps_policies_it_began_with(route: dict[str, Any], before: dict
 
 
 CARRIED = policy("carried", {})
+OTHER = policy("other", {})
+LATER = "2999-01-01T00:00:00Z"
+LONG = json.dumps(CARRIED | {"description": "\u20ac"}, ensure_ascii=False)
+WITHOUT_SELECTOR = {"id": "carried", "spec": {"loop_detection": CARRIED["spec"]["loop_detection"]}}
+SELECTED: list[tuple[dict[str, object], dict[str, Any], bool]] = [
+    ({}, {}, True),
+    ({"pathExact": None, "pathPrefix": None, "routes": None}, {}, True),
+    ({"methods": ["PUT"]}, {"method": "PUT"}, True),
+    ({"methods": ["PUT"]}, {"method": "POST"}, False),
+    ({"hosts": ["host"]}, {"path": "/deep/down"}, True),
+    ({"hosts": ["elsewhere"]}, {}, False),
+    ({"hosts": ["host"], "methods": ["PUT"]}, {}, False),
+    ({"pathExact": "/x"}, {"path": "/x?y"}, True),
+    ({"pathExact": "/x"}, {"path": "/x/y"}, False),
+    ({"pathPrefix": "/x"}, {"path": "/x/y"}, True),
+    ({"pathPrefix": "/x"}, {"path": "/y"}, False),
+    ({"routes": ["r"]}, {"attributes": {"xds.route_name": "r"}}, True),
+    ({"routes": ["r"]}, {"attributes": {"xds.route_name": "s"}}, False),
+    ({"routes": ["r"]}, {}, False),
+]
+ROUTES: list[tuple[dict[str, Any], list[str], dict[str, float]]] = [
+    ({"carry": CARRIED}, ["c", "carried"], {}),
+    ({"carry": [CARRIED]}, ["c", "carried"], {}),
+    ({"carry": [CARRIED, OTHER]}, ["c", "carried", "other"], {}),
+    ({"carry": bundle(CARRIED)}, ["c", "carried"], {}),
+    ({"carry": bundle(CARRIED, OTHER, expires_at=LATER)}, ["c", "carried", "other"], {}),
+    ({"carry": policy("off", {}, enabled=False)}, ["c"], {}),
+    ({"carry": []}, ["c"], {}),
+    ({"carry": bundle()}, ["c"], {}),
+    ({"carry": LONG + " " * (MAX_POLICY_JSON - len(LONG))}, ["c", "carried"], {}),  # characters count, not bytes
+    ({"carry": WITHOUT_SELECTOR}, ["c", "carried"], {}),
+    *(
+        ({"carry": policy("carried", selector), **request}, ["c", *(["carried"] if applies else [])], {})
+        for selector, request, applies in SELECTED
+    ),
+    # names are those of loaded policies; a carried policy replaces the one that it names
+    ({"pin": "a,b", "carry": [policy("b", {"methods": ["PUT"]}), policy("d", {})]}, ["a", "d"], {}),
+    ({"pin": "d", "carry": policy("d", {})}, ["d"], {"unknown_policy": 1}),
+    ({"pin": "a", "carry": "bad"}, ["a"], {"invalid": 1}),
+]
 
 
-@pytest.mark.parametrize(
-    ("document", "applied"),
-    [
-        (CARRIED, ["carried"]),
-        ([CARRIED], ["carried"]),
-        ([CARRIED, policy("other", {})], ["carried", "other"]),
-        (bundle(CARRIED), ["carried"]),
-        (bundle(CARRIED, policy("other", {}), expires_at="2999-01-01T00:00:00Z"), ["carried", "other"]),
-        (policy("off", {}, enabled=False), []),
-        ([], []),
-        (bundle(), []),
-    ],
-)
-def test_route_carries_policy_list_or_bundle(document: object, applied: list[str]) -> None:
-    service = make_service(policy("loaded", ANY))
+@pytest.mark.parametrize(("route", "applied", "problems"), ROUTES)
+def test_route_carries_policies(route: dict[str, Any], applied: list[str], problems: dict[str, float]) -> None:
+    """Without a path or a route in its selector, a carried policy applies to all requests of the route."""
+    service = make_service(*LOADED)
 
-    ask(service, carry=document)
+    ask(service, **route)
 
-    assert counted(service) == dict.fromkeys(["loaded", *applied], 1)
-    assert errors(service) == {}
-
-
-@pytest.mark.parametrize(
-    ("selector", "request_", "applies"),
-    [
-        ({}, {}, True),
-        ({"pathExact": None, "pathPrefix": None, "routes": None}, {}, True),
-        (None, {}, True),
-        ({"methods": ["PUT"]}, {"method": "PUT"}, True),
-        ({"methods": ["PUT"]}, {"method": "POST"}, False),
-        ({"hosts": ["host"]}, {"path": "/deep/down"}, True),
-        ({"hosts": ["elsewhere"]}, {}, False),
-        ({"hosts": ["host"], "methods": ["PUT"]}, {}, False),
-        ({"pathExact": "/x"}, {"path": "/x?y"}, True),
-        ({"pathExact": "/x"}, {"path": "/x/y"}, False),
-        ({"pathPrefix": "/x"}, {"path": "/x/y"}, True),
-        ({"pathPrefix": "/x"}, {"path": "/y"}, False),
-        ({"routes": ["r"]}, {"attributes": {"xds.route_name": "r"}}, True),
-        ({"routes": ["r"]}, {"attributes": {"xds.route_name": "s"}}, False),
-        ({"routes": ["r"]}, {}, False),
-    ],
-)
-def test_carried_policy_applies_its_selector(
-    selector: dict[str, object] | None, request_: dict[str, Any], applies: bool
-) -> None:
-    """Without a path or a route it takes all requests of the route that have its methods and hosts."""
-    service = make_service()
-    carried = policy("p", selector or {})
-    if selector is None:
-        del carried["spec"]["selector"]
-
-    ask(service, carry=carried, **request_)
-
-    assert counted(service) == ({"p": 1} if applies else {})
-    assert errors(service) == {}
+    assert counted(service) == dict.fromkeys(applied, 1)
+    assert errors(service) == problems
 
 
 def test_carried_policy_replaces_the_loaded_one() -> None:
@@ -314,30 +308,12 @@ def test_carried_policy_may_disable_the_loaded_one(carried: dict[str, Any], appl
 
 
 @pytest.mark.parametrize(
-    ("pin", "carry", "applied", "problems"),
-    [
-        ("a,b", [policy("b", {"methods": ["PUT"]}), policy("d", {})], "ad", {}),
-        ("d", policy("d", {}), "d", {"unknown_policy": 1}),
-        ("a", "bad", "a", {"invalid": 1}),
-    ],
-    ids=["both", "the carried one named", "a bad one carried"],
-)
-def test_named_and_carried_policies_apply_together(pin: str, carry: object, applied: str, problems: dict[str, int]) -> None:
-    service = make_service(*LOADED)
-
-    ask(service, pin=pin, carry=carry)
-
-    assert counted(service) == dict.fromkeys(applied, 1)
-    assert errors(service) == problems
-
-
-@pytest.mark.parametrize(
     ("route", "settings"),
     [
         ({"pin": "p"}, {}),
         ({"carry": policy("p", {}, mode="shadow")}, {}),
         ({"carry": bundle(policy("p", {}), global_shadow={"enabled": True})}, {}),
-        ({"carry": bundle(policy("p", {}), global_shadow={"enabled": True, "expires_at": "2999-01-01T00:00:00Z"})}, {}),
+        ({"carry": bundle(policy("p", {}), global_shadow={"enabled": True, "expires_at": LATER})}, {}),
         ({"carry": policy("p", {})}, {"shadow": True}),
     ],
 )
@@ -360,29 +336,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[datetime]:
     return moments
 
 
-def test_known_carried_bundle_keeps_acting_after_expiry(clock: list[datetime]) -> None:
-    """As with files: an expired bundle is refused, one that expires later stays in force."""
-    early, late = make_service(), make_service()
+def test_carried_times_are_checked_as_in_files(clock: list[datetime]) -> None:
+    """An expired bundle is refused, one that expires later stays in force; a global shadow ends."""
+    known, new, watching = make_service(), make_service(), make_service()
     document = bundle(CARRIED, expires_at="2030-06-01T00:00:00Z")
-    ask(early, carry=document)
+    shadowed = bundle(CARRIED, global_shadow={"enabled": True, "expires_at": "2030-06-01T00:00:00Z"})
+    ask(known, carry=document)
+    ask(watching, carry=shadowed)
 
     clock.append(datetime(2031, 1, 1, tzinfo=UTC))
-    for service in (early, late):
+    for service in (known, new):
         ask(service, carry=document)
+    answers = [ask(watching, carry=shadowed) for _ in range(3)]
 
-    assert counted(early) == {"carried": 2}
-    assert counted(late) == {}
-    assert errors(late) == {"invalid": 1}
-
-
-def test_carried_global_shadow_ends(clock: list[datetime]) -> None:
-    service = make_service()
-    document = bundle(CARRIED, global_shadow={"enabled": True, "expires_at": "2030-06-01T00:00:00Z"})
-    ask(service, carry=document)
-
-    clock.append(datetime(2031, 1, 1, tzinfo=UTC))
-    answers = [ask(service, carry=document) for _ in range(3)]
-
+    assert counted(known) == {"carried": 2}
+    assert (counted(new), errors(new)) == ({}, {"invalid": 1})
     assert lead_of(answers[2]) == "carried"
 
 
@@ -492,16 +460,6 @@ def test_errors_of_carried_policy_are_kept_shortened(text: str, caplog: pytest.L
     assert len(kept.problems) == min(kept.found, 20)
     ask(make_service(), carry=text)
     assert len(json.dumps(lines(caplog))) < 10_000
-
-
-def test_carried_policy_may_have_65536_characters() -> None:
-    service = make_service()
-    text = json.dumps(CARRIED | {"description": "\u20ac"}, ensure_ascii=False)
-
-    ask(service, carry=text + " " * (MAX_POLICY_JSON - len(text)))
-
-    assert counted(service) == {"carried": 1}
-    assert errors(service) == {}
 
 
 @pytest.fixture
@@ -616,8 +574,8 @@ JSON = st.recursive(
 GOOD = bundle(
     policy("p", {"pathPrefix": "/", "methods": ["POST"], "routes": ["r"]}, limit_keys=["jwt:a", "body:/b"], similarity="tail"),
     {"id": "q", "spec": {"loop_detection": [policy("", {})["spec"]["loop_detection"]], "bypass": [{"header": "x"}]}},
-    expires_at="2999-01-01T00:00:00Z",
-    global_shadow={"enabled": True, "expires_at": "2999-01-01T00:00:00Z"},
+    expires_at=LATER,
+    global_shadow={"enabled": True, "expires_at": LATER},
 )
 
 
