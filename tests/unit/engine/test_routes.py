@@ -44,6 +44,30 @@ def test_selector_matches_exact_path_or_prefix(selector: dict[str, str], taken: 
     assert found == {path: [0] for path in taken} | {path: [] for path in refused}
 
 
+FIELDS: list[tuple[dict[str, list[str]], Request, list[int]]] = [
+    ({"hosts": ["API.Example.COM.:443"]}, ("GET", "Api.example.com.:8443", "/", ""), [0]),
+    ({"hosts": ["api.example.com"]}, ("GET", "example.com", "/", ""), []),
+    ({"hosts": ["api.example.com"]}, ("GET", "", "/", ""), []),
+    ({"hosts": ["[2001:DB8::1]:443"]}, ("GET", "[2001:db8::1]:8080", "/", ""), [0]),
+    ({"hosts": ["a", "b"]}, ("GET", "b:1", "/", ""), [0]),
+    ({"methods": ["post"]}, ("POST", "", "/", ""), [0]),
+    ({"methods": ["POST"]}, ("post", "", "/", ""), []),  # methods are case-sensitive
+    ({"routes": ["llm"]}, ("GET", "", "/", "llm"), [0]),
+    ({"routes": ["llm"]}, ("GET", "", "/", "LLM"), []),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("GET", "a", "/", "r"), [0]),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("GET", "a", "/", "s"), []),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("PUT", "a", "/", "r"), []),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("GET", "b", "/", "r"), []),
+]
+
+
+@pytest.mark.parametrize(("fields", "request_", "expected"), FIELDS)
+def test_selector_matches_hosts_methods_and_routes(
+    fields: dict[str, list[str]], request_: Request, expected: list[int]
+) -> None:
+    assert list(index({"pathPrefix": "/", **fields}).match(*request_)) == expected
+
+
 SEGMENTS = st.lists(st.sampled_from(["", "a", "b", "ab"]), max_size=4).map("/".join)
 ANCHOR = SEGMENTS.map("/{}".format)
 SELECTORS = st.fixed_dictionaries(
