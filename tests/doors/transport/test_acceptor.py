@@ -1,4 +1,4 @@
-"""Connections as they come, over real sockets and on both event loops: a flood of one address does not keep another waiting."""
+"""How connections are accepted, over real sockets and on both event loops."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from tests.support.harness import PATIENCE
 from tests.support.transport import LOOPS, until
 
 FLOOD, INNOCENT = "127.0.0.2", "127.0.0.3"
-BEGUN_PER_TURN, UNDER_WAY, WAITING = 4, 128, 1_000
-"""Handshakes that a turn begins, those under way, and connections that wait, at most."""
+BEGUN_PER_TURN, UNDER_WAY, WAITING = 4, 128, 1_000  # bounds of handshakes that a turn begins, of all, and of connections
 
 
 class Place:
     """An acceptor whose handshakes last until either side hangs up."""
 
     def __init__(self, seconds: float | None) -> None:
-        """Listen."""
         self.begun: list[str] = []
         self.ended: list[str] = []
         self.most = 0
@@ -45,11 +43,11 @@ class Place:
             reader, writer = await asyncio.open_connection(sock=connection)
             await reader.read()
             writer.close()
-        finally:  # one that is cut off may fail
+        finally:  # a handshake that is cut off may fail
             self.ended.append(who)
 
     def connect(self, source: str, times: int = 1, data: bytes = b"hello") -> None:
-        """Clients at that address that have said that much."""
+        """Clients at this address that have sent these bytes."""
         for _ in range(times):
             client = socket.create_connection(self.where, PATIENCE, (source, 0))
             client.sendall(data)
@@ -57,7 +55,7 @@ class Place:
             self.clients.append(client)
 
     def find_closed(self) -> list[int]:
-        """The numbers of clients that were hung up on."""
+        """The numbers of clients whose connection was closed."""
         closed = []
         for number, client in enumerate(self.clients):
             try:
@@ -75,8 +73,6 @@ Run = Callable[..., None]
 
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Run:
-    """Run steps beside an acceptor on each event loop."""
-
     def scenario(steps: Callable[[Place], Awaitable[None]], seconds: float | None = PATIENCE) -> None:
         async def main() -> None:
             place = Place(seconds)
@@ -93,9 +89,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     return scenario
 
 
-def test_an_address_that_floods_does_not_keep_another_waiting(run: Run) -> None:
-    """With hundreds of handshakes of one address in line, another's that comes last begins in one of the next turns."""
-
+def test_flood_of_one_address_does_not_delay_another(run: Run) -> None:
     async def steps(place: Place) -> None:
         place.connect(FLOOD, 800)
         await until(lambda: len(place.begun) > 800 // 3)  # all are in line by then
@@ -109,9 +103,7 @@ def test_an_address_that_floods_does_not_keep_another_waiting(run: Run) -> None:
     run(steps)
 
 
-def test_a_turn_begins_few_handshakes(run: Run) -> None:
-    """However many peers have spoken, a turn of the event loop begins no more than its share."""
-
+def test_turn_of_the_loop_begins_few_handshakes(run: Run) -> None:
     async def steps(place: Place) -> None:
         seen = []
 
@@ -129,9 +121,7 @@ def test_a_turn_begins_few_handshakes(run: Run) -> None:
     run(steps)
 
 
-def test_handshakes_under_way_are_bounded_and_the_flood_pays(run: Run) -> None:
-    """Past the bound the oldest handshake of the busiest address is cut off, never one of another address."""
-
+def test_oldest_handshake_of_the_busiest_address_is_cut_off(run: Run) -> None:
     async def steps(place: Place) -> None:
         place.connect(INNOCENT)
         await until(lambda: place.begun == [INNOCENT])
@@ -145,9 +135,7 @@ def test_handshakes_under_way_are_bounded_and_the_flood_pays(run: Run) -> None:
     run(steps)
 
 
-def test_silent_connections_are_bounded(run: Run) -> None:
-    """Past the bound the connection that has been silent longest is closed, and a client that speaks is served."""
-
+def test_longest_silent_of_too_many_connections_is_closed(run: Run) -> None:
     async def steps(place: Place) -> None:
         for _ in range(WAITING + 50):
             place.connect(FLOOD, data=b"")
@@ -160,9 +148,7 @@ def test_silent_connections_are_bounded(run: Run) -> None:
     run(steps)
 
 
-def test_in_a_full_line_the_longest_gives_way(run: Run) -> None:
-    """With all places taken by one address that has spoken, some of its go without a handshake; another address is served."""
-
+def test_full_queue_drops_connections_of_the_busiest_address(run: Run) -> None:
     async def steps(place: Place) -> None:
         for _ in range(2):  # the line grows by twelve a turn
             place.connect(FLOOD, 900)
@@ -176,9 +162,7 @@ def test_in_a_full_line_the_longest_gives_way(run: Run) -> None:
     run(steps)
 
 
-def test_who_says_nothing_is_let_go(run: Run) -> None:
-    """A connection without a first word ends after the time that a handshake may take."""
-
+def test_silent_connection_is_closed_after_its_time(run: Run) -> None:
     async def steps(place: Place) -> None:
         place.connect(FLOOD, data=b"")
         await until(lambda: place.find_closed() == [0])
@@ -190,7 +174,6 @@ def test_who_says_nothing_is_let_go(run: Run) -> None:
 
 @contextmanager
 def few_files(more: int) -> Iterator[None]:
-    """This many file descriptors are left to this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as next_one:
         resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno() + more, hard))
@@ -200,9 +183,7 @@ def few_files(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_file_descriptors_it_waits_and_goes_on(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the system has none left that is logged, and connections are accepted once it has some again."""
-
+def test_acceptor_waits_for_file_descriptors(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def steps(place: Place) -> None:
         with few_files(1):
             place.connect(INNOCENT)
@@ -213,8 +194,7 @@ def test_without_file_descriptors_it_waits_and_goes_on(run: Run, caplog: pytest.
     run(steps)
 
 
-def test_answers_wait_for_no_acknowledgement() -> None:
-    """What is accepted sends at once, also where a head and a body are written one after the other."""
+def test_accepted_connections_have_nodelay() -> None:
     with (
         open_listening_socket(parse_address("127.0.0.1:0")) as listening,
         socket.create_connection(listening.getsockname(), PATIENCE),
@@ -224,8 +204,7 @@ def test_answers_wait_for_no_acknowledgement() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
-def test_the_kernel_keeps_as_many_connections_as_it_was_asked_to(run: Run) -> None:
-    """The listening socket's backlog is ours, whatever the event loop's default is."""
+def test_backlog_of_the_listening_socket_is_ours(run: Run) -> None:
     most = int(Path("/proc/sys/net/core/somaxconn").read_text(encoding="ascii"))
 
     async def steps(place: Place) -> None:

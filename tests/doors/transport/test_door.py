@@ -1,4 +1,4 @@
-"""The port under attack, over real sockets and on both event loops: what one connection does, the others do not notice."""
+"""The port under attack, over real sockets and on both event loops: one connection does not disturb the others."""
 
 from __future__ import annotations
 
@@ -30,33 +30,29 @@ from tests.support.http2 import HELLO, frame
 from tests.support.http2 import headers as header_frame
 from tests.support.messages import headers
 from tests.support.service import make_service, sample
-from tests.support.transport import LOOPS, Running, open_running
+from tests.support.transport import LOOPS
 
 PROCESS = f"/{EXT_PROC}/Process".encode()
 
 
 def opening(stream: int, path: bytes = PROCESS, **fields: Any) -> bytes:  # noqa: ANN401  # values of headers
-    """The headers that open a call."""
     return call(stream, path, **fields)
 
 
 def message(stream: int, content: bytes) -> bytes:
-    """A message in a DATA frame."""
     return body(stream, frame_message(content))
 
 
 def check(stream: int) -> bytes:
-    """A health check."""
     return opening(stream, f"/{HEALTH}/Check".encode()) + message(stream, HealthCheckRequest().SerializeToString())
 
 
 def ask(stream: int) -> bytes:
-    """The message of an ext_proc stream whose request has no body."""
     return message(stream, headers("/", end=True).SerializeToString())
 
 
 class Client:
-    """A bare connection, which reads only when told to."""
+    """A bare connection, which reads only when asked to."""
 
     def __init__(self, where: str) -> None:
         host, _, port = where.rpartition(":")
@@ -119,20 +115,20 @@ class Door:
         self._where = where
 
     def connect(self, data: bytes = HELLO) -> Client:
-        """A client that has said that much."""
+        """A client that has sent these bytes."""
         client = Client(self._where)
         self.clients.append(client)
         assert client.fill(data) == len(data)
         return client
 
     async def greet(self, data: bytes = HELLO) -> Client:
-        """The same, which the server knows by then."""
+        """The same, once the server has read it."""
         client = self.connect(data)
         await client.read_until(http2.SETTINGS, 0, http2.ACK)
         return client
 
     async def innocent(self) -> None:
-        """A client of no bad intent is served as ever."""
+        """Another client is served."""
         await self.connect(HELLO + check(1)).end(1)
 
 
@@ -155,8 +151,6 @@ Run = Callable[..., None]
 
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Run:
-    """Run steps beside a server on each event loop."""
-
     def scenario(steps: Callable[[Door], Awaitable[None]], service: Service | None = None, **more: object) -> None:
         async def main() -> None:
             async with _door(service, **more) as door:
@@ -171,14 +165,11 @@ def run(request: pytest.FixtureRequest) -> Run:
 BUSY = {
     "PING": frame(http2.PING, 0, 0, bytes(8)),
     "empty DATA": frame(http2.DATA, 0, 101),
-    "PRIORITY": frame(http2.PRIORITY, 0, 101, bytes(5)),
-    "RST_STREAM": frame(http2.RST_STREAM, 0, 99, bytes(4)),
 }
 
 
 @pytest.mark.parametrize("repeated", BUSY.values(), ids=BUSY.keys())
-def test_a_busy_connection_has_its_turn_and_no_more(run: Run, repeated: bytes) -> None:
-    """With megabytes of frames waiting on one connection, another one's call is answered after a few turns of the first."""
+def test_busy_connection_does_not_delay_others(run: Run, repeated: bytes) -> None:
     work = Http2Limits().work
 
     async def steps(door: Door) -> None:
@@ -194,8 +185,7 @@ def test_a_busy_connection_has_its_turn_and_no_more(run: Run, repeated: bytes) -
     run(steps, limits=Http2Limits(patience=10 * work, patience_per_second=0))
 
 
-def test_a_client_that_never_reads_is_not_read(run: Run) -> None:
-    """A client that sends requests and reads no answer must wait until it does, and the others need not."""
+def test_client_that_never_reads_is_no_longer_read(run: Run) -> None:
     service = make_service(policy("p", ANY, threshold_identical_requests=2, count_refused=True))
     requests = b"".join([opening(number) + ask(number) for number in range(1, 80_000, 2)])
 
@@ -217,7 +207,6 @@ def test_a_client_that_never_reads_is_not_read(run: Run) -> None:
 
 
 def test_messages_behind_a_held_call_are_bounded(run: Run) -> None:
-    """What is sent behind a throttled request is kept up to a bound, then the call is ended and its hold freed."""
     service = make_service(policy("p", ANY, action="throttle", threshold_identical_requests=2))
     pool = Pool(2**20)
 
@@ -235,8 +224,7 @@ def test_messages_behind_a_held_call_are_bounded(run: Run) -> None:
     run(steps, service, pool=pool)
 
 
-def test_unfinished_messages_are_bounded_for_all_together(run: Run) -> None:
-    """Connections that begin messages and never end them leave room for others, however many they are."""
+def test_unfinished_messages_of_all_connections_are_bounded(run: Run) -> None:
     pool = Pool(2**22)
     start = b"\0" + (60 * 2**20).to_bytes(4, "big")
 
@@ -259,8 +247,6 @@ def test_unfinished_messages_are_bounded_for_all_together(run: Run) -> None:
 
 
 def test_health_watches_of_a_connection_are_bounded(run: Run) -> None:
-    """A client with a hundred health watches cannot start another, but can still call Check."""
-
     async def steps(door: Door) -> None:
         client = door.connect()
         for number in range(1, 202, 2):
@@ -273,10 +259,8 @@ def test_health_watches_of_a_connection_are_bounded(run: Run) -> None:
     run(steps)
 
 
-@pytest.mark.parametrize("said", [b"", b"P", http2.PREFACE, HELLO[:-1]])
-def test_who_does_not_speak_http2_is_let_go(run: Run, said: bytes) -> None:
-    """Connections that say nothing, a byte or half a greeting are closed; one that greeted properly stays."""
-
+@pytest.mark.parametrize("said", [b"", HELLO[:-1]])
+def test_connection_without_a_whole_greeting_is_closed(run: Run, said: bytes) -> None:
     async def steps(door: Door) -> None:
         half, whole = door.connect(said), door.connect()
 
@@ -288,8 +272,7 @@ def test_who_does_not_speak_http2_is_let_go(run: Run, said: bytes) -> None:
     run(steps, hello_seconds=0.2)
 
 
-def test_protocol_errors_are_logged_at_a_rate(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """A protocol error on every connection writes a few lines a second, not one each."""
+def test_logs_of_protocol_errors_are_rate_limited(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def steps(door: Door) -> None:
@@ -305,29 +288,20 @@ def test_protocol_errors_are_logged_at_a_rate(run: Run, caplog: pytest.LogCaptur
 NUMBERS = range(1, 24_000, 2)
 SHUT = frame(http2.SETTINGS, 0, 0, b"\0\x04\0\0\0\0")
 BOMB: dict[str, Any] = {f"x-{number}": b"1" for number in range(300)}
+# tests/unit/transport has a flood of every kind.
 ATTACKS = {
-    "SETTINGS (CVE-2019-9515)": frame(http2.SETTINGS, 0, 0) * 12_000,
-    "unknown types": frame(0xFA, 0, 0) * 12_000,
-    "CONTINUATION without an end (CVE-2024-27316)": frame(http2.HEADERS, 0, 1)
-    + frame(http2.CONTINUATION, 0, 1, b"x" * 9_000) * 99,
-    "empty CONTINUATION": frame(http2.HEADERS, 0, 1) + frame(http2.CONTINUATION, 0, 1) * 12_000,
     "a header bomb (CVE-2016-6581)": opening(1, **BOMB),
     "rapid reset (CVE-2023-44487)": b"".join(opening(each) + frame(http2.RST_STREAM, 0, each, bytes(4)) for each in NUMBERS),
-    "made to reset (CVE-2025-8671)": b"".join(
-        opening(each) + frame(http2.WINDOW_UPDATE, 0, each, bytes(4)) for each in NUMBERS
-    ),
     "windows that change (CVE-2019-9511)": b"".join(map(opening, range(1, 1_800, 2)))
     + (SHUT + frame(http2.SETTINGS, 0, 0)) * 6_000,
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_an_attack_ends_its_own_connection_alone(run: Run, attack: bytes) -> None:
-    """Each class of attack ends with a GOAWAY to its own connection; an open call on another connection continues."""
-
+def test_attack_ends_only_its_own_connection(run: Run, attack: bytes) -> None:
     async def steps(door: Door) -> None:
         innocent, hostile = door.connect(HELLO + opening(1)), door.connect()
-        with contextlib.suppress(ConnectionError):  # it is ended before it has said all
+        with contextlib.suppress(ConnectionError):  # it is closed before all is sent
             await hostile.send(attack)
 
         assert await hostile.goodbye() == ENHANCE_YOUR_CALM
@@ -337,39 +311,7 @@ def test_an_attack_ends_its_own_connection_alone(run: Run, attack: bytes) -> Non
     run(steps)
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_grpcio_serves_others_beside_an_attack(attack: bytes) -> None:
-    """Whatever grpcio makes of the attacker, a client on another connection is answered."""
-
-    async def main() -> None:
-        async with open_running("grpcio", make_service(policy("p", ANY))) as made:
-            await attack_beside(made)
-
-    async def attack_beside(made: Running) -> None:
-        hostile = Client(made.where)
-        with contextlib.closing(hostile.socket), contextlib.suppress(ConnectionError):
-            hostile.fill(HELLO + attack)
-            assert await made.check()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("length", ["9" * 5_000, "-1", "1e3", "0x10"])
-def test_a_length_that_is_none_ends_its_stream_alone(run: Run, length: str) -> None:
-    """A content-length that is not a valid number resets the stream, whatever its length; the connection continues."""
-
-    async def steps(door: Door) -> None:
-        client = door.connect(HELLO + opening(1, f"/{HEALTH}/Check".encode(), content_length=length.encode()))
-        await client.read_until(http2.RST_STREAM, 1)
-        await client.send(check(3))
-
-        await client.end(3)
-
-    run(steps)
-
-
-def test_odd_metadata_is_harmless(run: Run) -> None:
-    """Header names and values of any bytes are accepted, and the call is answered."""
+def test_metadata_of_any_bytes_is_accepted(run: Run) -> None:
     pairs = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", PROCESS), (b"content-type", b"application/grpc"))
     odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
 
@@ -379,9 +321,7 @@ def test_odd_metadata_is_harmless(run: Run) -> None:
     run(steps)
 
 
-def test_of_too_many_connections_the_longest_idle_are_closed(run: Run) -> None:
-    """Past the bound the connection that has been silent longest gets a GOAWAY without an error; open calls are answered."""
-
+def test_longest_idle_of_too_many_connections_is_closed(run: Run) -> None:
     async def steps(door: Door) -> None:
         live = await door.greet(HELLO + opening(1))
         idle = [await door.greet() for _ in range(4)]
@@ -406,9 +346,7 @@ def test_of_too_many_connections_the_longest_idle_are_closed(run: Run) -> None:
     run(steps, make_service(policy("p", ANY), max_connections=5))
 
 
-def test_calls_that_begin_while_their_connection_is_to_leave_are_answered(run: Run) -> None:
-    """A connection with an open call stays open after its GOAWAY."""
-
+def test_calls_begun_after_goaway_are_answered(run: Run) -> None:
     async def steps(door: Door) -> None:
         old = await door.greet()
         await door.innocent()
@@ -423,9 +361,7 @@ def test_calls_that_begin_while_their_connection_is_to_leave_are_answered(run: R
     run(steps, make_service(policy("p", ANY), max_connections=1))
 
 
-def test_where_every_connection_works_the_next_is_refused(run: Run) -> None:
-    """With the bound reached and no idle connection, a new one is closed at once, and the others continue."""
-
+def test_new_connection_is_refused_where_all_are_busy(run: Run) -> None:
     async def steps(door: Door) -> None:
         live = [await door.greet(HELLO + opening(1)) for _ in range(3)]  # one more than the bound makes room for
         with pytest.raises((AssertionError, ConnectionResetError)):

@@ -1,4 +1,4 @@
-"""gRPC over both transports, with grpcio's own client as the peer."""
+"""Both transports, with grpcio's own client as the peer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ import grpc
 import grpc.aio
 import pytest
 
+from extproc.engine.settlements import Entry
 from extproc.errors import LoopguardError
-from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.ext_proc.access_log import AccessLog
+from extproc.pb.als_pb2 import StreamAccessLogsResponse
+from extproc.pb.external_processor_pb2 import HttpTrailers, ProcessingRequest, ProcessingResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.settings import parse_address
 from extproc.transport.grpcio import GrpcServer
-from extproc.transport.health import EXT_PROC, HEALTH, Health
+from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from tests.support.documents import policy
 from tests.support.engine import ANY
+from tests.support.envoy_logs import log
 from tests.support.harness import PATIENCE
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, make_service, sample
@@ -29,7 +34,7 @@ from tests.support.transport import TRANSPORTS, Run, Running, open_running, unti
 
 
 async def _exchange(call: Any, *messages: Any) -> list[str | None]:  # noqa: ANN401  # grpc is untyped
-    """Send one message after the other, each after the answer before; returns the kinds of the answers."""
+    """Send each message after the answer to the one before; returns the kinds of the answers."""
     kinds = []
     for message in messages:
         await call.write(message.SerializeToString())
@@ -39,9 +44,7 @@ async def _exchange(call: Any, *messages: Any) -> list[str | None]:  # noqa: ANN
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_call_is_answered_and_ended_with_ok(run: Run, later: bool) -> None:
-    """Headers and body are answered in turn, whether the store answers at once or later; then the call ends."""
-
+def test_call_is_answered_and_ended_with_ok(run: Run, later: bool) -> None:
     async def steps(made: Running) -> None:
         call = made.process()
         kinds = await _exchange(call, headers(), body(b"x" * 100_000))
@@ -55,9 +58,7 @@ def test_a_call_is_answered_and_ended_with_ok(run: Run, later: bool) -> None:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_messages_that_do_not_wait_are_answered_in_order(run: Run, later: bool) -> None:
-    """A streamed body whose chunks come without waiting gets one answer each, and the call ends at the last."""
-
+def test_streamed_messages_are_answered_in_order(run: Run, later: bool) -> None:
     async def steps(made: Running) -> None:
         call = made.process()
         for message in (headers(mode="STREAMED"), body(b"a", end=False), body(b"b", end=False), body(b"c")):
@@ -70,9 +71,7 @@ def test_messages_that_do_not_wait_are_answered_in_order(run: Run, later: bool) 
     run(make_service(policy("p", ANY), store=FailingStore("never", later=later)), steps)
 
 
-def test_a_client_that_says_nothing_more_is_ended_with_ok(run: Run) -> None:
-    """Half-closing without a decision ends the call, and the request counts as uncounted."""
-
+def test_half_closed_call_is_ended_with_ok(run: Run) -> None:
     async def steps(made: Running) -> None:
         call = made.process()
         await _exchange(call, headers())
@@ -85,9 +84,7 @@ def test_a_client_that_says_nothing_more_is_ended_with_ok(run: Run) -> None:
     run(make_service(policy("p", ANY)), steps)
 
 
-def test_an_upload_makes_room_for_others(run: Run) -> None:
-    """At --max-streams the call that waits for its body decides nothing any more, ends with OK, and the newcomer is decided."""
-
+def test_waiting_upload_makes_room_for_a_new_call(run: Run) -> None:
     async def steps(made: Running) -> None:
         stalled = made.process()
         await _exchange(stalled, headers())
@@ -105,8 +102,6 @@ def test_an_upload_makes_room_for_others(run: Run) -> None:
 
 
 def test_garbage_is_an_invalid_argument(run: Run) -> None:
-    """Bytes that are no message end their call, and the next call is served."""
-
     async def steps(made: Running) -> None:
         call = made.process()
         await call.write(b"\xff\xff\xff")
@@ -120,7 +115,6 @@ def test_garbage_is_an_invalid_argument(run: Run) -> None:
 
 
 def test_large_metadata_and_scopes_arrive(run: Run) -> None:
-    """60 KB of metadata are no obstacle, and x-loopguard-scope makes the same request count apart."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2))
 
     async def steps(made: Running) -> None:
@@ -138,9 +132,7 @@ def test_large_metadata_and_scopes_arrive(run: Run) -> None:
     run(service, steps)
 
 
-def test_health_is_told_and_watched(run: Run) -> None:
-    """Check answers for us and refuses strangers; Watch tells every change."""
-
+def test_health_is_checked_and_watched(run: Run) -> None:
     async def steps(made: Running) -> None:
         assert (await made.check()).status == HealthCheckResponse.SERVING
         assert (await made.check(EXT_PROC)).status == HealthCheckResponse.SERVING
@@ -155,15 +147,14 @@ def test_health_is_told_and_watched(run: Run) -> None:
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         assert (await made.check()).status == HealthCheckResponse.NOT_SERVING
         async with asyncio.timeout(PATIENCE / 2):
-            await made.server.stop(PATIENCE)  # which no watch holds up
+            await made.server.stop(PATIENCE)  # not delayed by a watch
         assert await watch.code() is grpc.StatusCode.UNAVAILABLE
 
     run(make_service(policy("p", ANY)), steps)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) -> None:
-    """What is reserved for it stays once its answer was sent, and is released if its client left before."""
+def test_reservation_of_a_held_request_ends_if_client_leaves(run: Run, leaves: bool) -> None:
     held = policy("p", ANY, action="throttle", threshold_identical_requests=2, max_delay_ms=30_000)
     held["spec"] |= {"session": {"keys": ["header:x-session-id"]}, "session_limits": {"max_cost_per_session": 1.0}}
     held["spec"]["session_limits"]["unknown_model"] = {"input": 2, "output": 8}
@@ -178,7 +169,7 @@ def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) ->
         once = reserved()
         assert once > 0
         call = made.process()
-        await _exchange(call, *messages)  # Envoy is to wait
+        await _exchange(call, *messages)  # held
         assert (reserved(), service.holds.held) == (2 * once, 1)
         if leaves:
             call.cancel()
@@ -192,9 +183,7 @@ def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) ->
     run(service, steps)
 
 
-def test_an_unknown_method_is_unimplemented(run: Run) -> None:
-    """A method that the server does not have gets the status UNIMPLEMENTED."""
-
+def test_unknown_method_is_unimplemented(run: Run) -> None:
     async def steps(made: Running) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await made.channel.unary_unary("/loopguard.test.Unknown/Method")(b"x", timeout=PATIENCE)
@@ -203,8 +192,8 @@ def test_an_unknown_method_is_unimplemented(run: Run) -> None:
     run(make_service(policy("p", ANY)), steps)
 
 
-def test_stopping_ends_calls_with_ok() -> None:
-    """Stopped without grace, the fast transport ends open calls with OK, so that Envoy lets their requests through."""
+def test_stop_ends_open_calls_with_ok() -> None:
+    """Envoy lets their requests through then."""
 
     async def main() -> None:
         async with open_running("fast", make_service(policy("p", ANY))) as made:
@@ -220,8 +209,8 @@ def test_stopping_ends_calls_with_ok() -> None:
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_an_address_in_use_is_told(name: str, tmp_path: Path) -> None:
-    """A port or a Unix socket in use is refused by name; a stale socket file is replaced."""
+def test_address_in_use_is_reported(name: str, tmp_path: Path) -> None:
+    """A stale socket file is replaced."""
 
     async def listen(where: str) -> None:
         server = TRANSPORTS[name](make_service(policy("p", ANY)), Health())
@@ -248,8 +237,6 @@ H2SPEC_FAILURES = 2
     H2SPEC is None, reason="h2spec is not installed (go install github.com/summerwind/h2spec/cmd/h2spec@latest)"
 )
 def test_h2spec() -> None:
-    """The conformance suite finds nothing but the two cases that ignore our SETTINGS."""
-
     async def main() -> str:
         async with open_running("fast", make_service(policy("p", ANY))) as made:
             host, _, port = made.where.rpartition(":")
@@ -265,17 +252,123 @@ def test_h2spec() -> None:
     assert "14: Sends a dynamic table size update" in output
 
 
-def test_streams_are_counted_back(run: Run) -> None:
-    """A hundred calls, half of them abandoned, leave no stream open."""
-    service = make_service(policy("p", ANY, threshold_identical_requests=1_000))
+# ---- Full-duplex bodies: several messages answer one, and some answer none
+
+DUPLEX = "FULL_DUPLEX_STREAMED"
+TRAILERS = ProcessingRequest(request_trailers=HttpTrailers())
+
+
+async def converse(running: Running, *messages: ProcessingRequest) -> list[ProcessingResponse]:
+    call = running.process()
+    for message in messages:
+        await call.write(message.SerializeToString())
+    return [ProcessingResponse.FromString(data) async for data in call]
+
+
+def _join(answers: Sequence[ProcessingResponse]) -> bytes:
+    return b"".join([answer.request_body.response.body_mutation.streamed_response.body for answer in answers])
+
+
+def test_full_duplex_body_comes_back_whole(run: Run) -> None:
+    async def steps(running: Running) -> None:
+        chunks = [body(bytes([number]) * 50_000, end=False) for number in range(30)]
+        passed = [await converse(running, headers(mode=DUPLEX), *chunks, TRAILERS) for _ in range(2)]
+        [refused] = await converse(running, headers(mode=DUPLEX), *chunks, TRAILERS)
+
+        for answers in passed:
+            kinds = [answer.WhichOneof("response") for answer in answers]
+            assert (kinds[0], set(kinds[1:-1]), kinds[-1]) == ("request_headers", {"request_body"}, "request_trailers")
+            assert _join(answers) == b"".join([chunk.request_body.body for chunk in chunks])
+        assert refused.immediate_response.status.code == 429
+        await until(lambda: running.service.streams == 0)
+        assert running.service.kept.bytes == 0
+
+    run(make_service(policy("p", ANY)), steps)
+
+
+def test_given_up_body_is_sent_at_once(run: Run) -> None:
+    async def steps(running: Running) -> None:
+        call = running.process()
+        await call.write(headers(mode=DUPLEX).SerializeToString())
+        await call.write(body(b"a" * 100_000, end=False).SerializeToString())
+        await until(lambda: running.service.kept.bytes == 100_000)
+
+        running.service.release()
+        early = [ProcessingResponse.FromString(await call.read()) for _ in range(3)]
+        await call.write(body(b"b").SerializeToString())
+        late = []
+        while (data := await call.read()) is not grpc.aio.EOF:
+            late.append(ProcessingResponse.FromString(data))
+
+        assert early[0].WhichOneof("response") == "request_headers"
+        assert _join(early) == b"a" * 100_000
+        assert _join(late) == b"b"
+        assert late[-1].request_body.response.body_mutation.streamed_response.end_of_stream
+        assert running.service.kept.bytes == 0
+        assert sample(running.service, "uncounted_total", policy="p", reason="shutdown") == 1
+
+    run(make_service(policy("p", ANY)), steps)
+
+
+def test_cancelled_call_frees_its_body(run: Run) -> None:
+    async def steps(running: Running) -> None:
+        call = running.process()
+        await call.write(headers(mode=DUPLEX).SerializeToString())
+        await call.write(body(b"a" * 100_000, end=False).SerializeToString())
+        await until(lambda: running.service.kept.bytes == 100_000)
+
+        call.cancel()
+
+        await until(lambda: running.service.streams == 0)
+        assert running.service.kept.bytes == len(running.service.waiting) == 0
+        assert sample(running.service, "uncounted_total", policy="p", reason="aborted") == 1
+
+    run(make_service(policy("p", ANY)), steps)
+
+
+# ---- Envoy's access log
+
+
+def _open(made: Running) -> Any:  # noqa: ANN401  # grpc is untyped
+    return made.channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")(timeout=PATIENCE)
+
+
+def test_entries_of_one_call_are_taken(run: Run) -> None:
+    service = make_service(policy("p", ANY))
+    taken: list[Entry] = []
+    service.access_log = AccessLog(taken.append, service.metrics)
 
     async def steps(made: Running) -> None:
-        calls = [made.process() for _ in range(100)]
-        await asyncio.gather(*(_exchange(call, headers()) for call in calls))
-        for call in calls[:50]:
-            call.cancel()
-        await asyncio.gather(*(_exchange(call, body(b"x")) for call in calls[50:]))
-        await until(lambda: not service.streams)
-        assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 50
+        call = _open(made)
+        await call.write(log({}, {"status": 201}))
+        await call.write(log({"status": 202}))
+        await call.done_writing()
+
+        assert await call == StreamAccessLogsResponse().SerializeToString()
+        assert await call.code() is grpc.StatusCode.OK
+        assert [entry.status for entry in taken] == [200, 201, 202]
 
     run(service, steps)
+
+
+def test_garbage_ends_only_its_own_call(run: Run) -> None:
+    async def steps(made: Running) -> None:
+        call = _open(made)
+        await call.write(b"\xff\xff")
+
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await made.check()).status == 1
+
+    run(make_service(policy("p", ANY)), steps)
+
+
+def test_stop_does_not_wait_for_access_logs(run: Run) -> None:
+    async def steps(made: Running) -> None:
+        call = _open(made)
+        await call.write(log({}))
+        await until(lambda: sample(made.service, "access_log_entries_total", result="taken") > 0)
+        async with asyncio.timeout(PATIENCE / 2):
+            await made.server.stop(PATIENCE)
+        assert await call.code() == grpc.StatusCode.OK
+
+    run(make_service(policy("p", ANY)), steps)

@@ -25,12 +25,10 @@ SHUT = frame(http2.SETTINGS, 0, 0, b"\0\x04\0\0\0\0")
 
 
 def initial_window(*sizes: int) -> bytes:
-    """A SETTINGS frame that changes all streams' windows, several times."""
     return frame(http2.SETTINGS, 0, 0, b"".join(b"\0\x04" + size.to_bytes(4, "big") for size in sizes))
 
 
 def window_update(stream: int, increment: int) -> bytes:
-    """A WINDOW_UPDATE frame."""
     return frame(http2.WINDOW_UPDATE, 0, stream, increment.to_bytes(4, "big"))
 
 
@@ -52,7 +50,7 @@ def count_steps(work: Callable[[], object]) -> int:
 
 
 def waiting(streams: int) -> Connection:
-    """A connection with that many streams open, and a hundred answers that wait for windows of their own."""
+    """A connection with this many open streams, and a hundred answers that wait for windows of their own."""
     numbers = range(1, 2 * streams, 2)
     connection, _, requests = opened(SHUT, *(headers(number) for number in numbers), limits=Http2Limits(patience=10**9))
     for number in numbers[:100]:
@@ -72,27 +70,14 @@ FRAMES_FOR_ALL = {
 
 @pytest.mark.skipif(not http2.__file__.endswith(".py"), reason="compiled code has no lines to count")
 @pytest.mark.parametrize("received", FRAMES_FOR_ALL.values(), ids=FRAMES_FOR_ALL.keys())
-def test_no_frame_costs_more_for_the_streams_that_are_open(received: bytes) -> None:
-    """The same frames take the same steps beside 300 streams as beside 6,000."""
+def test_frames_cost_the_same_beside_many_open_streams(received: bytes) -> None:
     few, many = (count_steps(lambda made=made: receive(made, received)) for made in (waiting(300), waiting(6_000)))  # type: ignore[misc]
 
     assert few > 500
     assert many == few
 
 
-@pytest.mark.skipif(not http2.__file__.endswith(".py"), reason="compiled code has no lines to count")
-def test_answers_into_a_shut_window_cost_the_same_each() -> None:
-    """The ten-thousandth answer that waits on a stream takes as many steps as the first."""
-    connection, _, streams = opened(SHUT, headers())
-    connection.respond(streams[1], OK)
-
-    steps = [count_steps(lambda: connection.send(streams[1], b"an answer")) for _ in range(10_000)]
-
-    assert steps[1] == steps[-1] < 50
-
-
-def test_windows_that_open_again_carry_what_waited() -> None:
-    """However windows change, each stream gets its bytes once and in order, and the pool is empty in the end."""
+def test_reopened_windows_carry_each_byte_once_in_order() -> None:
     pool = Pool()
     numbers = range(1, 200, 2)
     connection, _, streams = opened(SHUT, *map(headers, numbers), pool=pool)
@@ -140,8 +125,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("make", FLOODS.values(), ids=FLOODS.keys())
-def test_floods_end(make: Callable[[int], bytes]) -> None:
-    """Whatever leads to nothing, sent without end: the connection is ended with ENHANCE_YOUR_CALM, soon after the limit."""
+def test_floods_end_the_connection(make: Callable[[int], bytes]) -> None:
     peer = Peer(Http2Limits(patience=300))
     peer.receive(call())
 
@@ -154,7 +138,7 @@ def test_floods_end(make: Callable[[int], bytes]) -> None:
 
 @pytest.mark.parametrize("answer", [b"b", None], ids=["answered", "given up before"])
 def test_patience_comes_back_with_messages(answer: bytes | None) -> None:
-    """A peer that makes calls is never ended for the frames that belong to them, even if its own clients always hang up."""
+    """A peer that makes calls is not ended for their frames, even if its own clients always hang up."""
     peer = Peer(Http2Limits(patience=50))
 
     for number in range(1, 2_000, 2):
@@ -166,7 +150,6 @@ def test_patience_comes_back_with_messages(answer: bytes | None) -> None:
 
 
 def test_patience_comes_back_with_time() -> None:
-    """A peer that is idle for years and looks whether we are there, every second, is no flood."""
     connection = Connection(Http2Limits(patience=50, patience_per_second=1))
     for second in range(1_000):
         connection.receive(frame(http2.PING, 0, 0, bytes(8)) if second else HELLO, float(second))
@@ -187,8 +170,7 @@ def count_messages(connection: Calls) -> list[int]:
         turns.append(0)
 
 
-def test_a_turn_is_bounded() -> None:
-    """In one turn no more frames are looked at, and no more messages delivered, than the limit allows; nothing is lost."""
+def test_turn_is_bounded_and_loses_nothing() -> None:
     limits = Http2Limits(work=64, patience=10**6)
     received = HELLO + call() + frame(http2.PING, 0, 0, bytes(8)) * 1_000 + body(1, frame_message(b"a") * 1_000)
     connection = Calls({b"/test.Service/Stream": False}, limits)
@@ -202,8 +184,7 @@ def test_a_turn_is_bounded() -> None:
     assert connection.data_to_send().count(frame(http2.PING, http2.ACK, 0, bytes(8))) == 1_000
 
 
-def test_large_messages_have_a_turn_each() -> None:
-    """Messages of megabytes that become whole by one read are delivered in as many turns."""
+def test_large_messages_take_a_turn_each() -> None:
     limits = Http2Limits(patience=10**6)
     large = frame_message(bytes(2**21))
     start = [large[place : place + http2.MAX_FRAME] for place in range(0, len(large) - 1, http2.MAX_FRAME)]
@@ -220,8 +201,7 @@ def test_large_messages_have_a_turn_each() -> None:
     assert [count for count in count_messages(connection) if count] == [1, 1, 1]
 
 
-def test_answers_that_are_let_go_take_turns() -> None:
-    """A window that opens at once for megabytes is used bit by bit, turn by turn."""
+def test_answers_released_by_a_window_take_turns() -> None:
     connection, _, streams = opened(SHUT, headers(), limits=Http2Limits(work=64))
     connection.respond(streams[1], OK)
     connection.send(streams[1], bytes(8 * 2**20), b"")
@@ -238,8 +218,7 @@ def test_answers_that_are_let_go_take_turns() -> None:
     assert max(sizes) < 2**17
 
 
-def test_answered_streams_that_the_peer_leaves_open_are_closed_for_it() -> None:
-    """Past the limit the oldest is reset without an error, and late frames for it do no harm."""
+def test_oldest_answered_stream_left_open_is_reset() -> None:
     connection, _, streams = opened(*map(headers, range(1, 40, 2)), limits=Http2Limits(lingering=5))
     for stream in streams.values():
         connection.respond(stream, OK, end=True)
@@ -252,8 +231,7 @@ def test_answered_streams_that_the_peer_leaves_open_are_closed_for_it() -> None:
     assert connection.streams == 4
 
 
-def test_streams_whose_window_stays_shut_are_bounded() -> None:
-    """A peer that asks and asks without opening a window is told to calm down, and nothing is kept for it."""
+def test_too_many_shut_windows_end_the_connection() -> None:
     pool = Pool()
     connection, _, streams = opened(SHUT, *map(headers, range(1, 40, 2)), limits=Http2Limits(shut=10), pool=pool)
 
@@ -266,8 +244,8 @@ def test_streams_whose_window_stays_shut_are_bounded() -> None:
     assert pool.used == connection.streams == 0
 
 
-def test_answers_that_are_not_read_are_bounded_in_bytes() -> None:
-    """A peer whose window stays shut holds no more of the pool than its share, then the connection is ended."""
+def test_unread_answers_are_bounded_in_bytes() -> None:
+    """Then the connection is ended."""
     pool = Pool(10_000)
     connection, _, streams = opened(SHUT, headers(), pool=pool)
     connection.respond(streams[1], OK)
@@ -279,8 +257,8 @@ def test_answers_that_are_not_read_are_bounded_in_bytes() -> None:
     assert pool.used == 0
 
 
-def test_a_header_block_without_an_end_is_held_within_the_share() -> None:
-    """What came of it counts until it is whole, and is given back when it is, or when the connection ends."""
+def test_endless_header_block_is_held_within_the_share() -> None:
+    """Its memory is given back when it is whole, or when the connection ends."""
     pool = Pool(40_000)
     whole, _, _ = opened(headers(1, 0), pool=pool)
     assert pool.used == len(encode(REQUEST))
@@ -294,8 +272,7 @@ def test_a_header_block_without_an_end_is_held_within_the_share() -> None:
     assert pool.used == 0
 
 
-def test_a_header_block_is_bounded_however_small_its_parts_are() -> None:
-    """Block after block of CONTINUATION ends the connection at the block's limit."""
+def test_header_block_in_small_parts_is_bounded() -> None:
     connection, _, _ = opened(headers(1, 0), limits=Http2Limits(patience=10**9))
     parts = 0
     while not connection.ended:
@@ -305,8 +282,7 @@ def test_a_header_block_is_bounded_however_small_its_parts_are() -> None:
     assert parts <= MAX_BLOCK // 100 + 1
 
 
-def test_calls_that_say_nothing_make_room() -> None:
-    """Past the limit the oldest silent call is ended, so that a peer cannot keep more of them than that."""
+def test_oldest_of_too_many_silent_calls_is_ended() -> None:
     peer = Peer()
 
     peer.receive(*(call(number) for number in range(1, 2 * grpc.MAX_SILENT + 20, 2)))
@@ -316,8 +292,8 @@ def test_calls_that_say_nothing_make_room() -> None:
     assert peer.receive(body(2 * grpc.MAX_SILENT + 19, frame_message(b"a"))) != []
 
 
-def test_shares_leave_something_for_the_next() -> None:
-    """One holder gets half of the pool, ten get equal parts, and there is as much left as each of them has."""
+def test_shares_leave_memory_for_the_next() -> None:
+    """One holder gets half of the pool; ten get equal parts, and as much is left."""
     pool = Pool(1_100)
     alone = Share(pool)
     while alone.take(1):
@@ -334,11 +310,20 @@ def test_shares_leave_something_for_the_next() -> None:
 
 
 LIMITS = Http2Limits(streams=12, work=40, patience=400, patience_per_second=0, lingering=4, shut=3)
-STEPS_OF_A_TURN = 3_000
-"""Lines that a turn may run: every frame some dozens, and the longest header block."""
+STEPS_OF_A_TURN = 3_000  # lines of code: some dozens for every frame, and the longest header block
 
 SIZES = st.sampled_from([0, 1, 500, 70_000, 2**31 - 1])
+BYTES = st.integers(0, 4_000).map(bytes)
 STREAM_NUMBERS = st.integers(0, 20).map(lambda number: 2 * number + 1)
+FRAMES = st.one_of(
+    st.builds(headers, STREAM_NUMBERS, st.sampled_from([0, 1, 4, 5])),
+    st.builds(frame, st.just(http2.CONTINUATION), st.sampled_from([0, http2.END_HEADERS]), STREAM_NUMBERS, BYTES),
+    st.builds(frame, st.just(http2.DATA), st.sampled_from([0, http2.END_STREAM]), STREAM_NUMBERS, BYTES),
+    st.builds(window_update, STREAM_NUMBERS | st.just(0), SIZES),
+    st.lists(SIZES, max_size=5).map(lambda sizes: initial_window(*sizes)),
+    st.builds(frame, st.just(http2.RST_STREAM), st.just(0), STREAM_NUMBERS, st.just(bytes(4))),
+    st.integers(1, 200).map(lambda times: frame(http2.PING, 0, 0, bytes(8)) * times),
+)
 
 
 class HostilePeers(RuleBasedStateMachine):
@@ -379,42 +364,16 @@ class HostilePeers(RuleBasedStateMachine):
             if isinstance(event, RequestReceived):
                 self.streams[which][event.stream.number] = event.stream
 
-    @rule(which=st.integers(0, 1), flags=st.sampled_from([0, 1, 4, 5]), number=STREAM_NUMBERS | st.none())
-    def headers(self, which: int, flags: int, number: int | None) -> None:
-        """A request, trailers, or a header block that continues."""
-        if number is None:
-            number = self.last[which] = self.last[which] + 2
-        self._receive(which, headers(number, flags))
+    @rule(which=st.integers(0, 1), flags=st.sampled_from([0, 1, 4, 5]))
+    def begin(self, which: int, flags: int) -> None:
+        """A peer begins another stream."""
+        self.last[which] += 2
+        self._receive(which, headers(self.last[which], flags))
 
-    @rule(which=st.integers(0, 1), end=st.booleans(), number=STREAM_NUMBERS, size=st.integers(0, 4_000))
-    def go_on(self, which: int, end: bool, number: int, size: int) -> None:
-        """More of a header block."""
-        self._receive(which, frame(http2.CONTINUATION, http2.END_HEADERS * end, number, bytes(size)))
-
-    @rule(which=st.integers(0, 1), number=STREAM_NUMBERS, size=st.integers(0, 100), end=st.booleans())
-    def data(self, which: int, number: int, size: int, end: bool) -> None:
-        """Part of a body."""
-        self._receive(which, frame(http2.DATA, http2.END_STREAM * end, number, bytes(size)))
-
-    @rule(which=st.integers(0, 1), number=STREAM_NUMBERS | st.just(0), increment=SIZES)
-    def window(self, which: int, number: int, increment: int) -> None:
-        """A window is opened."""
-        self._receive(which, window_update(number, increment))
-
-    @rule(which=st.integers(0, 1), sizes=st.lists(SIZES, max_size=5))
-    def settings(self, which: int, sizes: list[int]) -> None:
-        """All windows change."""
-        self._receive(which, initial_window(*sizes))
-
-    @rule(which=st.integers(0, 1), number=STREAM_NUMBERS)
-    def reset(self, which: int, number: int) -> None:
-        """A stream is given up."""
-        self._receive(which, frame(http2.RST_STREAM, 0, number, bytes(4)))
-
-    @rule(which=st.integers(0, 1), times=st.integers(1, 200))
-    def ping(self, which: int, times: int) -> None:
-        """A peer sends pings."""
-        self._receive(which, frame(http2.PING, 0, 0, bytes(8)) * times)
+    @rule(which=st.integers(0, 1), received=FRAMES)
+    def receive(self, which: int, received: bytes) -> None:
+        """A peer sends a frame on any stream."""
+        self._receive(which, received)
 
     @rule(which=st.integers(0, 1), size=st.integers(0, 3_000), end=st.booleans(), headers_alone=st.booleans(), data=st.data())
     def answer(self, which: int, size: int, end: bool, headers_alone: bool, data: st.DataObject) -> None:
@@ -431,7 +390,7 @@ class HostilePeers(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def hang_up(self, which: int) -> None:
-        """A peer is gone, and another one comes."""
+        """A peer leaves, and another one connects."""
         self.connections[which].close()
         self.streams[which], self.last[which] = {}, -1
         self.connections[which] = Connection(LIMITS, pool=self.pool)
@@ -439,7 +398,7 @@ class HostilePeers(RuleBasedStateMachine):
 
     @invariant()
     def the_innocent_is_served(self) -> None:
-        """Whatever the others have done, there is memory for a message that comes in two parts, and an answer."""
+        """There is memory for its message in two parts, and for an answer."""
         self.calls += 1
         number, message = 2 * self.calls - 1, frame_message(b"who" * 30)
         for part in (call(number) + body(number, message[:50]), body(number, message[50:])):
@@ -470,7 +429,7 @@ class HostilePeers(RuleBasedStateMachine):
             assert sum(kind == http2.GOAWAY for kind, _, _, _ in frames) <= 1
 
     def teardown(self) -> None:
-        """Nothing is held for peers that are gone."""
+        """No memory is held for peers that have left."""
         for connection in self.connections:
             connection.close()
         assert self.pool.used == 0
@@ -479,8 +438,7 @@ class HostilePeers(RuleBasedStateMachine):
 TestHostilePeers = pytest.mark.deep(HostilePeers.TestCase)
 
 
-def test_fields_that_were_never_seen_are_work() -> None:
-    """Of blocks full of new fields a turn looks at a few, of blocks that are known at many."""
+def test_unknown_header_fields_count_as_work() -> None:
     limits = Http2Limits(work=100)
     new = [
         headers(number, pairs=(*REQUEST, *((b"x-%d" % (number * 50 + each), b"") for each in range(50))))

@@ -1,1 +1,0 @@
-"""What a client may send, and what Envoy tells of it."""
