@@ -1,4 +1,4 @@
-"""Budgets on the real Envoy, two replicas and Valkey: what is shared, settled and given back, and that all requests pay."""
+"""Budgets on the real Envoy, two replicas and Valkey: shared, settled and given back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REJECT = [{"threshold_percent": 100, "action": "reject"}]
 
 
 def limited(identity: str, kind: str = "cost_based", more: dict[str, Any] | None = None, **config: object) -> dict[str, Any]:
-    """A policy of one rule for what is below its name, as the format's examples have it; costs are those of a week."""
+    """A policy of one rule for requests below its name; costs are those of a week."""
     if kind == "cost_based":
         config = {"period": "7d", "staged_actions": REJECT, **config}
     rule = {"name": f"{identity}-rule", "limit_keys": ["header:x-api-key"], "algorithm": kind, "algorithm_config": config}
@@ -96,19 +96,17 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def shop() -> Iterator[Shop]:
-    """One for all tests."""
     with open_before_model(POLICIES, replicas=2) as opened:
         yield Shop(*opened)
 
 
 def crowd(made: Stack, path: str, key: str, times: int) -> list[int]:
-    """The sorted statuses of this many requests, eight at a time."""
+    """The sorted statuses of requests, eight at a time."""
     with ThreadPoolExecutor(8) as pool:
         return sorted(pool.map(lambda _: made.post(path, {}, {"x-api-key": key}).status, range(times)))
 
 
-def test_a_bucket_is_shared_by_replicas_and_its_headers_reach_clients(shop: Shop) -> None:
-    """Allowed requests and refusals have `RateLimit` headers, once each, and a refusal a true `Retry-After`."""
+def test_replicas_share_a_bucket_and_its_headers_reach_clients(shop: Shop) -> None:
     answers = [shop.ask("/minimal/x", "ann") for _ in range(4)]
 
     assert [answer.status for answer in answers] == [200, 200, 200, 429]
@@ -122,24 +120,23 @@ def test_a_bucket_is_shared_by_replicas_and_its_headers_reach_clients(shop: Shop
     assert shop.ask("/minimal/x", "bob").status == 200
 
 
-def test_side_by_side_exactly_as_many_pass_as_there_are(shop: Shop) -> None:
-    """Sixty requests at once on two replicas."""
+def test_concurrent_requests_spend_exactly_the_budget(shop: Shop) -> None:
     assert crowd(shop.made, "/cost/x", "crowd", 60) == [200] * 10 + [429] * 50
     refusal = shop.ask("/cost/x", "crowd")
     assert refusal.headers["x-fairvisor-reason"] == "budget_exceeded"
     assert 0 < int(refusal.headers["retry-after"]) <= 604_800
 
 
-def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
-    """Exact to the token, on two replicas: estimates are replaced, cached tokens count, also beyond the estimate."""
+def test_tokens_are_settled_by_reported_usage(shop: Shop) -> None:
+    """Cached tokens count, also beyond the estimate."""
     usage = {"prompt_tokens": 5_000, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 4_000}}
-    for _ in range(20):
+    for _ in range(4):
         assert shop.ask(f"/tokens{CHAT}", "ann", whole(usage=usage)).status == 200
         assert shop.settle("tokens") == 5_017
 
     last = shop.ask(f"/tokens{CHAT}", "ann", messages=[{"role": "user", "content": "1234"}], max_tokens=7)
 
-    left = 1_000_000 - 20 * 5_017 - 8
+    left = 1_000_000 - 4 * 5_017 - 8
     assert int(last.headers["ratelimit-remaining"]) == left
     told = {name: value for name, value in last.headers.items() if name.startswith("x-ratelimit")}
     reset = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(\d+)s", told.pop("x-ratelimit-reset-tokens"))
@@ -161,8 +158,8 @@ def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
         ("killed", 0, "kill_switch"),
     ],
 )
-def test_each_official_shape_limits_the_openai_sdk(shop: Shop, shape: str, passed: int, code: str) -> None:
-    """As its documents say: this many calls pass, and the next one is the SDK's error with the documented code."""
+def test_each_documented_rule_limits_the_openai_sdk(shop: Shop, shape: str, passed: int, code: str) -> None:
+    """The refused call is the SDK's error with the documented code."""
     import openai
 
     url = f"http://127.0.0.1:{shop.made.envoy.port}/{'minimal' if shape == 'killed' else shape}"
@@ -181,8 +178,7 @@ def test_each_official_shape_limits_the_openai_sdk(shop: Shop, shape: str, passe
         assert refusal.value.code == code
 
 
-def test_what_a_killed_replica_has_let_through_stays_counted() -> None:
-    """The other one goes on with what is left in the store."""
+def test_requests_of_a_killed_replica_stay_counted() -> None:
     policy = bundle(limited("survivor", budget=30))
     with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
         before = crowd(made, "/survivor/x", "ann", 12)
@@ -194,8 +190,7 @@ def test_what_a_killed_replica_has_let_through_stays_counted() -> None:
     assert after == [200] * 18 + [429] * 22
 
 
-def test_replicas_without_their_store_let_no_more_pass_together() -> None:
-    """Each enforces its half of the budget; when the store is back, it decides again."""
+def test_replicas_without_a_store_enforce_half_each() -> None:
     policy = bundle(limited("halves", budget=10, cost_key="fixed"))
     with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
         eventually(lambda: [replica.metric("replicas") for replica in made.replicas] == [2, 2], "both replicas")
@@ -209,20 +204,20 @@ def test_replicas_without_their_store_let_no_more_pass_together() -> None:
     assert alone == together == [200] * 10 + [429] * 50
 
 
-# ---- No request passes without paying
+# ---- Every request pays
 
 
-@pytest.mark.parametrize("headers", [{}, {"connection": "x-api-key", "x-api-key": "k"}, {"x-api-key": ""}])
-def test_callers_that_hide_their_key_pay_or_are_refused(headers: dict[str, str]) -> None:
-    """Envoy removes what `Connection` names before any filter sees it."""
-    with stack(POLICIES) as made:
-        assert made.repeat("/shared/x", 8, body=b"{}", headers=headers) == [200] * 3 + [429] * 5
-        assert made.repeat("/strict/x", 2, body=b"{}", headers=headers) == [400, 400]
+def test_caller_that_hides_its_key_pays_or_is_refused(shop: Shop) -> None:
+    """Envoy removes headers that `Connection` names before any filter sees them."""
+    headers = {"connection": "x-api-key", "x-api-key": "k"}
+
+    assert shop.made.repeat("/shared/x", 8, body=b"{}", headers=headers) == [200] * 3 + [429] * 5
+    assert shop.made.repeat("/strict/x", 2, body=b"{}", headers=headers) == [400, 400]
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_clients_that_leave_pay_what_they_reserved(shop: Shop, begun: bool) -> None:  # a parameter
-    """Before an answer, or after its first event; those who come after nine of them find no room."""
+def test_clients_that_leave_pay_what_they_reserved(shop: Shop, begun: bool) -> None:
+    """Before an answer, or after its first event."""
     key, came, gone = f"leaver-{begun}", threading.Event(), threading.Event()
 
     def wait() -> bytes:
@@ -249,7 +244,6 @@ def test_clients_that_leave_pay_what_they_reserved(shop: Shop, begun: bool) -> N
 
 
 EVENT = {"choices": [{"index": 0, "delta": {"content": "x" * 8_000}}]}
-ABSURD = {"prompt_tokens": 10, "completion_tokens": 999_999_999, "prompt_tokens_details": {"cached_tokens": 999_999_999}}
 GEMINI = "/v1beta/models/gemini-2.5-pro:generateContent"
 
 
@@ -258,14 +252,14 @@ GEMINI = "/v1beta/models/gemini-2.5-pro:generateContent"
     [
         (f"/asks{CHAT}", stream(DELTA, {**DELTA, "choices": [], "usage": CHAT_USAGE}, "[DONE]"), {"stream": True}, 1_234),
         (f"/plain{CHAT}", stream(EVENT), {"stream": True}, pytest.approx(2_025, abs=20)),
-        (f"/plain{CHAT}", whole(usage=ABSURD), {"max_tokens": 990}, 1_000),
         (f"/plain{GEMINI};:countTokens", whole(usage=CHAT_USAGE), {}, 1_234),
-        (f"/plain{GEMINI}%3F:countTokens", whole(usage=CHAT_USAGE), {}, 1_234),
     ],
-    ids=["asked for usage", "no usage in a stream", "absurd", "a parameter", "a question mark"],
+    ids=["asked for usage", "no usage in a stream", "a parameter"],
 )
-def test_each_request_pays_for_what_came_back(shop: Shop, path: str, reply: Reply, more: dict[str, Any], paid: object) -> None:
-    """As reported; else for the characters of the answer, or what was reserved. No path makes an answer free."""
+def test_requests_pay_for_their_answers_on_any_path(
+    shop: Shop, path: str, reply: Reply, more: dict[str, Any], paid: object
+) -> None:
+    """As reported, or by the characters of the answer."""
     assert shop.ask(path, path, reply, **more).status == 200
     assert shop.settle(path.split("/")[1]) == paid
     asked = json.loads(shop.model.body).get("stream_options")

@@ -1,4 +1,4 @@
-"""The Envoy bootstrap that is made from policies, judged by the real Envoy."""
+"""The Envoy bootstrap that is made from policies, tried on the real Envoy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ EVERYTHING = bundle(policy("all", {"pathPrefix": "/"}))
 
 
 def limit_sessions(**limits: object) -> dict[str, Any]:
-    """A bundle of such a policy."""
     return bundle(bare_policy("agents", "/v1/", limit_keys=["header:x-user-id"], session_limits=limits))
 
 
@@ -38,7 +37,7 @@ TLS = {"upstream_tls": True, "upstream_ca": "ca.pem"}
 
 
 class Printed(NamedTuple):
-    """A bootstrap by its policies and options, and what stands in it, and does not."""
+    """A bootstrap by its policies and options, and texts that are in it and that are not."""
 
     document: object
     options: Mapping[str, Any]
@@ -48,40 +47,33 @@ class Printed(NamedTuple):
 
 SAMPLE = DOCUMENTS["sample"]
 PRINTED = [
-    *(Printed(document, {"shadow_mode": mode}) for document in DOCUMENTS.values() for mode in ("off", "observability")),
-    Printed(SAMPLE, {"failure_mode": "deny"}),
-    Printed(SAMPLE, {"buffer_limit": 2**31 - 1}),
-    Printed(SAMPLE, {"buffer_limit": 65_535}),
-    Printed(SAMPLE, {"listen": ":10000", "admin": "[::1]:9901"}),
-    Printed(SAMPLE, {"endpoints": ["unix:/run/loopguard.sock", "127.0.0.1:50051", "[::1]:50051"]}),
+    *(Printed(document, {}) for document in DOCUMENTS.values()),
+    Printed(SAMPLE, {"shadow_mode": "observability"}),
+    Printed(SAMPLE, {"failure_mode": "deny", "buffer_limit": 2**31 - 1, "listen": ":10000", "admin": "[::1]:9901"}),
+    Printed(SAMPLE, {"endpoints": ["unix:/run/loopguard.sock", "127.0.0.1:50051", "[::1]:50051"], "otlp": "127.0.0.1:4317"}),
     Printed(SAMPLE, {"upstream": "upstream.example:80", "endpoints": ["loopguard.example:50051", "127.0.0.1:50051"]}),
     *(Printed(SAMPLE, {"upstream_protocol": protocol}) for protocol in ("http2", "as-client")),
     Printed(SAMPLE, {"body_mode": "tolerant"}, [PARTIAL]),
     Printed(SAMPLE, {"shadow_mode": "partial"}, [PARTIAL]),
     Printed(SAMPLE, {"body_mode": "duplex"}),
-    Printed(SAMPLE, {"otlp": "127.0.0.1:4317"}),
     Printed(bundle(limited(bucket())), {}, [], [TELLS, *READS]),
-    *(Printed(COSTS, options, [TELLS, *READS]) for options in ({}, {"buffer_limit": 65_535}, {"body_mode": "duplex"})),
+    *(Printed(COSTS, options, [TELLS, *READS]) for options in ({"buffer_limit": 65_535}, {"body_mode": "duplex"})),
     Printed(COSTS, {"usage": "estimated"}, [TELLS], READS),
     Printed(COSTS, {"shadow_mode": "observability"}, [], [TELLS, *READS]),
     Printed(ERRORS, {}, [TELLS], READS),
     Printed(limit_sessions(max_steps=3), {}, [], [TELLS, *READS]),
     Printed(SAMPLE, {"upstream": "api.example.com:443", "upstream_ca": "ca.pem"}, HOST),
-    *(
-        Printed(SAMPLE, {"upstream": upstream, "upstream_protocol": protocol, **TLS}, has, lacks)
-        for protocol in ("http1", "http2", "as-client")
-        for upstream, has, lacks in (
-            ("api.example.com:443", HOST, ()),
-            ("192.0.2.1:443", [SAN], HOST),
-            ("[2001:db8::1]:443", [SAN], HOST),
-        )
-    ),
+    Printed(SAMPLE, {"upstream": "api.example.com:443", "upstream_protocol": "http1", **TLS}, HOST),
+    Printed(SAMPLE, {"upstream": "192.0.2.1:443", "upstream_protocol": "http2", **TLS}, [SAN], HOST),
+    Printed(SAMPLE, {"upstream": "[2001:db8::1]:443", "upstream_protocol": "as-client", **TLS}, [SAN], HOST),
 ]
 
 
 @pytest.mark.parametrize("printed", PRINTED, ids=lambda printed: " ".join(map(str, printed.options.values())))
-def test_the_named_envoy_and_no_older_one_accepts_it(printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first line names the oldest that does; nothing looks into answers whose cost no policy limits."""
+def test_bootstrap_names_the_oldest_envoy_that_accepts_it(
+    printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filters that read answers are there only where a policy limits costs."""
     monkeypatch.chdir(tmp_path)
     Path("ca.pem").write_text(CERTIFICATE)
 
@@ -94,8 +86,8 @@ def test_the_named_envoy_and_no_older_one_accepts_it(printed: Printed, tmp_path:
     assert [word for word in printed.lacks if word in text] == []
 
 
-def test_envoy_and_the_policies_agree_on_paths() -> None:
-    """Envoy shows Loopguard all requests whose path some selector takes, as another does that shows it everything."""
+def test_envoy_shows_exactly_the_paths_that_policies_select() -> None:
+    """Each policy counts as much as where Envoy shows Loopguard everything."""
     odd = """/$y"'{}*&^|<>`~[]"""
     selectors = [{"pathPrefix": path} for path in ("/v1", "/v2/", "/d/e", "/m%3a1", "/n%3A/")]
     selectors += [{"pathExact": path} for path in ("/x", "/d/e/", "/e%2ff", odd)]
@@ -119,7 +111,6 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Stack]:
-    """A guarded path, counted by user and by the address that Envoy believes."""
     chat = policy("chat", {"pathPrefix": "/v1/chat"}, limit_keys=["header:x-user", "ip:address"])
     with stack(bundle(chat)) as made:
         yield made
@@ -139,20 +130,13 @@ def guarded() -> Iterator[Stack]:
         "/v1\\chat\\completions",
     ],
 )
-def test_no_spelling_of_a_path_escapes(spelling: str, guarded: Stack) -> None:
-    """Another spelling of a guarded path takes the guarded route, and the upstream sees the path that was guarded."""
+def test_other_spellings_of_a_guarded_path_are_guarded(spelling: str, guarded: Stack) -> None:
     before = guarded.loopguard.metric("requests_total")
 
     guarded.send(f"{spelling}?{quote(spelling)}")
 
     assert guarded.loopguard.metric("requests_total") == before + 1
     assert guarded.upstream.seen[-1].target.partition("?")[0] == CHAT
-
-
-def test_a_route_alone_is_enough() -> None:
-    """A policy that selects by nothing but a route's name sees the requests of that route, whatever their path."""
-    with stack(bundle(policy("by-name", {"routes": ["main"]}))) as made:
-        assert made.repeat("/anything", 3) == [200, 200, 429]
 
 
 # ---- One count, one upstream request
@@ -193,12 +177,12 @@ SLOW = {"x-envoy-upstream-rq-per-try-timeout-ms": "50", "x-envoy-retry-on": "5xx
     ],
     ids=" ".join,
 )
-def test_a_request_that_counts_once_reaches_the_upstream_once(forged: dict[str, str], guarded: Stack) -> None:
-    """Whatever a client says in headers of Envoy's own, its request is neither multiplied nor hidden by them."""
-    path = "/v1/chat/hang" if re.search("timeout|duration", " ".join(forged)) else CHAT
+def test_forged_envoy_headers_do_not_multiply_or_hide_requests(forged: dict[str, str], guarded: Stack) -> None:
+    hangs = re.search("timeout|duration", " ".join(forged)) is not None
+    path = "/v1/chat/hang" if hangs else CHAT
     guarded.upstream.seen.clear()
     guarded.upstream.release.clear()
-    answers_late = threading.Timer(0.3, guarded.upstream.release.set)  # longer than any timeout that a client asks for
+    answers_late = threading.Timer(0.3 * hangs, guarded.upstream.release.set)  # later than any timeout that a client asks for
     answers_late.start()
 
     statuses = guarded.repeat(path, 3, headers={"x-user": f"{forged}", **forged})
@@ -209,34 +193,35 @@ def test_a_request_that_counts_once_reaches_the_upstream_once(forged: dict[str, 
     assert guarded.envoy.admin("/stats?filter=forged") == ""
 
 
-# ---- A Loopguard that has died
+# ---- Dead and hanging replicas
 
 
-def test_a_dead_replica_costs_no_request_anything() -> None:
-    """Under `deny` a request that finds its Loopguard dead is decided by another one, before health checks have noticed."""
+def test_dead_replica_costs_no_request() -> None:
+    """Under `deny`, and before health checks notice."""
     with stack(EVERYTHING, replicas=3, failure_mode="deny") as made:
         made.replicas[1].signal(signal.SIGKILL)
         made.replicas[1].wait()
 
-        assert {made.post(f"/{number}", b"x" * 100_000).status for number in range(100)} == {200}
+        assert {made.post(f"/{number}", b"x" * 100_000).status for number in range(40)} == {200}
         assert made.envoy.stat("cluster.loopguard.upstream_rq_retry") > 0
         assert made.envoy.stat("http.ingress.ext_proc.loopguard.streams_failed") == 0
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.2])
-def test_a_replica_that_hangs_costs_no_request_anything(seconds: float) -> None:
-    """Under `deny` requests that come every so often find their Loopguard silent, and are decided in time by another one."""
+def test_hanging_replica_costs_no_request(seconds: float) -> None:
+    """Under `deny`, requests that find a silent Loopguard are decided in time by another one, however often they come."""
 
     def in_time(config: str) -> str:
-        """Envoy hangs up before it decides by itself; here each has ten times as long as it is given."""
-        assert "message_timeout: 0.2s" in config
-        assert "timeout: 0.15s" in config
-        return config.replace("message_timeout: 0.2s", "message_timeout: 5s").replace("timeout: 0.15s", "timeout: 1.5s")
+        """Envoy hangs up before it decides by itself; here it waits ten times as long for each."""
+        for old, new in (("message_timeout: 0.2s", "message_timeout: 5s"), ("timeout: 0.15s", "timeout: 1.5s")):
+            assert old in config
+            config = config.replace(old, new)
+        return config
 
     with stack(EVERYTHING, replicas=3, failure_mode="deny", edit=in_time, hasty=True) as made:
         found = [made.send(f"/before/{number}").status for number in range(20)]
         made.replicas[1].signal(signal.SIGSTOP)
-        time.sleep(0.1)  # a stream that is opened earlier takes the silence for that of a moment
+        time.sleep(0.1)  # a stream that opens earlier counts as a short silence
         for number in range(12):
             found.append(made.post(f"/{number}", b"x" * 1_000).status)
             time.sleep(seconds)
@@ -247,8 +232,7 @@ def test_a_replica_that_hangs_costs_no_request_anything(seconds: float) -> None:
         eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 3, "all are asked again")
 
 
-def test_the_only_replica_is_asked_again_after_a_stall() -> None:
-    """One Loopguard that stood still for a moment is not left out: the next request is counted."""
+def test_only_replica_is_asked_again_after_a_stall() -> None:
     with stack(EVERYTHING, failure_mode="deny", hasty=True) as made:
         made.send("/")
         made.loopguard.signal(signal.SIGSTOP)
@@ -262,18 +246,15 @@ def test_the_only_replica_is_asked_again_after_a_stall() -> None:
         assert made.envoy.stat("cluster.loopguard.membership_healthy") == 1
 
 
-# ---- Looking on
+# ---- Shadow modes
 
 needs_content_length = pytest.mark.skipif(envoy_version() < (1, 38), reason="Envoy 1.38 is the first that buffers in part")
 LIMIT = 65_535
 
 
 @pytest.mark.parametrize(("mode", "uncounted"), [("observability", 0), pytest.param("partial", 3, marks=needs_content_length)])
-def test_a_shadow_mode_touches_nothing(mode: str, uncounted: int) -> None:
-    """Loops are counted, no request is refused, held or warned, and bodies of any size pass unchanged.
-
-    Looking on sees whole bodies; buffering in part does not count large ones. Loopguard may be gone.
-    """
+def test_shadow_modes_change_no_request(mode: str, uncounted: int) -> None:
+    """Observing sees whole bodies; buffering in part does not count large ones. Loopguard may be gone."""
     actions = {action: policy(action, {"pathExact": f"/{action}"}, action=action) for action in ("reject", "throttle", "warn")}
     flags = ["--shadow"] if mode == "partial" else []
     with stack(bundle(*actions.values()), *flags, shadow_mode=mode, buffer_limit=LIMIT) as made:

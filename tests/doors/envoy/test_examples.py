@@ -1,6 +1,6 @@
-"""The examples run: their settings, policies and clients, with the real Envoy in place of its container.
+"""The settings, policies and clients of the examples, with the real Envoy in place of its container.
 
-Not shown here: the images themselves, and LiteLLM, Claude Code and Codex (`make test-clients` runs the latter two).
+Not tested: the images, LiteLLM, Claude Code and Codex (`make test-clients` runs the latter two).
 """
 
 from __future__ import annotations
@@ -31,25 +31,22 @@ BODIES = ROOT / "tests" / "support" / "bodies"
 
 
 def read_policy(example: str) -> Any:  # noqa: ANN401  # JSON
-    """The policy of an example."""
     return json.loads((EXAMPLES / example / "policies" / "agents.json").read_text())
 
 
 def read_commands(page: Path) -> list[list[str]]:
-    """What a page has its reader type."""
+    """The commands that a page has its reader type."""
     blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     return [shlex.split(line.removeprefix("$ ")) for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    """The services of the compose file."""
     found: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
     return found
 
 
-def test_compose_starts_loopguard_with_good_settings(services: dict[str, Any]) -> None:
-    """Its variables are settings, its policies are where it mounts them, and no one outside can reach its ports."""
+def test_compose_settings_are_good_and_ports_are_local(services: dict[str, Any]) -> None:
     loopguard = services["loopguard"]
     chosen = settings.read_settings({}, loopguard["environment"])
 
@@ -61,10 +58,9 @@ def test_compose_starts_loopguard_with_good_settings(services: dict[str, Any]) -
     assert [name for name, each in services.items() if not re.fullmatch(r"\$\{[A-Z]+_IMAGE:-[^}]+\}", each["image"])] == []
 
 
-def test_compose_s_envoy_takes_what_is_printed(
+def test_compose_envoy_accepts_the_printed_bootstrap(
     services: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command of the README prints a configuration that the real Envoy accepts, for the ports and names of the services."""
     (command,) = (words for words in read_commands(COMPOSE / "README.md") if "envoy-config" in words)
     asked = command[command.index("envoy-config") : command.index(">")]
     assert main([word.replace("/policies", str(COMPOSE / "policies")) for word in asked]) == 0
@@ -80,8 +76,8 @@ def test_compose_s_envoy_takes_what_is_printed(
     assert 'address: {socket_address: {address: "loopguard", port_value: 50051}}' in text
 
 
-def test_policies_are_the_preset_s() -> None:
-    """Each example has what `loopguard init` prints; those of LiteLLM and of companies differ in what their README says."""
+def test_example_policies_are_the_preset() -> None:
+    """Those of LiteLLM and of companies differ as their README says."""
     preset = json.loads(Path(find_preset("agents")).read_text())
     front, company = read_policy("litellm"), read_policy("company")
 
@@ -92,8 +88,7 @@ def test_policies_are_the_preset_s() -> None:
     assert {**front["spec"], "limit_keys": preset["spec"]["limit_keys"]} == preset["spec"]
 
 
-def test_a_company_s_agents_are_guarded() -> None:
-    """Claude Code and Codex, as their managed settings have it, are noticed when they loop, and shown with their team."""
+def test_company_agents_that_loop_are_found_by_team() -> None:
     claude = json.loads((EXAMPLES / "company" / "managed-settings.json").read_text())["env"]
     codex = tomllib.loads((EXAMPLES / "company" / "managed_config.toml").read_text())
     provider = codex["model_providers"][codex["model_provider"]]
@@ -112,8 +107,8 @@ def test_a_company_s_agents_are_guarded() -> None:
     assert [row["labels"] for row in rows] == [{"x-team": "platform"}] * 2
 
 
-def test_litellm_s_users_are_told_apart() -> None:
-    """In front of Envoy, LiteLLM sends one key for all: the header that it forwards says whose request is repeated."""
+def test_litellm_users_are_told_apart() -> None:
+    """LiteLLM sends one key for all, and forwards the header that names the user."""
     front = yaml.safe_load((EXAMPLES / "litellm" / "front.yaml").read_text())
     (model,) = front["model_list"]
     address = urlsplit(f"{model['litellm_params']['api_base']}/chat/completions")
@@ -131,8 +126,7 @@ def test_litellm_s_users_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((EXAMPLES / "kubernetes").glob("*.yaml")), ids=lambda file: file.stem)
-def test_values_are_those_of_the_readme(file: Path) -> None:
-    """Each enforces the chart's own policy; tests/mesh and tests/project/test_helm.py show that the chart takes them."""
+def test_kubernetes_values_enforce_and_are_in_the_readme(file: Path) -> None:
     values = CASES[f"example-{file.stem}"]
 
     assert f"[{file.name}]({file.name})" in (EXAMPLES / "kubernetes" / "README.md").read_text()
@@ -140,8 +134,7 @@ def test_values_are_those_of_the_readme(file: Path) -> None:
     assert "policies" not in values
 
 
-def test_a_tool_server_is_guarded() -> None:
-    """A tool that starts something is refused at the second equal call, as the model reads; one that is polled never is."""
+def test_started_tool_is_refused_and_polled_tool_is_not() -> None:
     document = json.loads((EXAMPLES / "mcp" / "policies" / "tools.json").read_text())
 
     headers = {"accept": "application/json, text/event-stream", "x-user-id": "ann"}

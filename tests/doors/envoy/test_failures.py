@@ -1,4 +1,4 @@
-"""Loopguard missing, overloaded, broken or stopping, and what clients notice of it: nothing, where that is possible."""
+"""Loopguard missing, overloaded, broken or stopping, as clients of the real Envoy see it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ needs_duplex = pytest.mark.skipif(envoy_version() < (1, 38), reason="duplex mode
 
 
 @pytest.mark.parametrize(("failure_mode", "status"), [("allow", 200), ("deny", 500)])
-def test_a_dead_server_is_what_failure_mode_says(failure_mode: str, status: int) -> None:
-    """With Loopguard killed, Envoy lets requests through or refuses them, as it was configured."""
+def test_failure_mode_decides_when_loopguard_is_dead(failure_mode: str, status: int) -> None:
     with stack(REJECT, failure_mode=failure_mode) as made:
         assert made.send("/").status == 200
 
@@ -35,8 +34,8 @@ def test_a_dead_server_is_what_failure_mode_says(failure_mode: str, status: int)
 _STALLED = b"POST /p/slow HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\nhal"
 
 
-def test_stalled_uploads_do_not_switch_the_guard_off() -> None:
-    """However many uploads stall, a loop is still refused; an upload that was given up is served when it is complete."""
+def test_loops_are_refused_beside_stalled_uploads() -> None:
+    """An upload that was given up is served once it is complete."""
     with stack(REJECT, "--max-streams", "3", failure_mode="deny") as made:
         stalled = [made.connect() for _ in range(5)]
         for connection in stalled:
@@ -51,8 +50,8 @@ def test_stalled_uploads_do_not_switch_the_guard_off() -> None:
             connection.close()
 
 
-def test_an_upload_that_stalls_ends_but_an_answer_may_take_its_time() -> None:
-    """Envoy's request_timeout is over as soon as the request is received: only then is an answer waited for, without end."""
+def test_stalled_upload_ends_but_slow_answer_does_not() -> None:
+    """Envoy's request_timeout ends when the request is received."""
 
     def hasty(config: str) -> str:
         assert "request_timeout: 60s" in config
@@ -70,8 +69,8 @@ def test_an_upload_that_stalls_ends_but_an_answer_may_take_its_time() -> None:
         eventually(lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1, "the upload's end")
 
 
-def test_sigterm_drains() -> None:
-    """Told to stop, Loopguard says so, serves until Envoy has turned away, lets holds run to their end, and exits 0."""
+def test_sigterm_serves_until_envoy_turns_away() -> None:
+    """Holds run to their end, and the exit code is 0."""
     holding = bundle(
         policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=40),
         policy("p", {"pathPrefix": "/p"}),
@@ -99,8 +98,7 @@ def test_sigterm_drains() -> None:
 
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
 @pytest.mark.parametrize("body_mode", ["strict", pytest.param("duplex", marks=needs_duplex)])
-def test_answers_outlive_loopguard(body_mode: str, transport: str) -> None:
-    """A request that is answered after Loopguard has stopped is served, although Envoy refuses what Loopguard fails."""
+def test_answer_after_a_stop_is_served(body_mode: str, transport: str) -> None:
     drain = ["--drain-delay", "3", "--drain-timeout", "1"]
     with (
         stack(REJECT, "--transport", transport, *drain, failure_mode="deny", body_mode=body_mode) as made,
@@ -116,8 +114,7 @@ def test_answers_outlive_loopguard(body_mode: str, transport: str) -> None:
         assert sent.result().status == 200
 
 
-def test_a_second_signal_does_not_wait() -> None:
-    """Asked twice, Loopguard lets held requests through at once and exits 0."""
+def test_second_signal_ends_holds_at_once() -> None:
     holding = bundle(policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=100))
     with stack(holding, "--drain-delay", "600", "--drain-timeout", "600") as made, made.connect() as held:
         made.repeat("/hold", 99)
@@ -133,15 +130,11 @@ def test_a_second_signal_does_not_wait() -> None:
 
 
 def guard(identity: str, prefix: str, threshold: int) -> dict[str, Any]:
-    """A team's policy."""
     return policy(identity, {"pathPrefix": prefix}, threshold_identical_requests=threshold)
 
 
-def test_policies_change_under_traffic_and_bad_ones_do_not_act(tmp_path: Path) -> None:
-    """A file edited while requests run is taken within a moment, and counts survive.
-
-    A team that takes another's requests is refused as a whole and told with its file; both last good policies act.
-    """
+def test_changed_policies_apply_and_bad_ones_are_refused(tmp_path: Path) -> None:
+    """Counts survive. A file that takes another team's requests is refused as a whole, and its last good policies act."""
     file = tmp_path / "b" / "b.json"
     file.parent.mkdir()
     file.write_text(json.dumps(guard("b-1", "/b", 3)))
@@ -174,8 +167,7 @@ server.Server._on_hangup = lambda self: time.sleep(60)
 """
 
 
-def test_a_stalled_data_path_is_told() -> None:
-    """While the event loop that serves requests stands still, `/healthz` says so."""
+def test_healthz_reports_a_stalled_event_loop() -> None:
     with stack(REJECT, preamble=_STALLING) as made:
         health = partial(made.loopguard.get, "/healthz")
         eventually(lambda: health()[0] == 200, "health")  # on a busy machine, it may stand still

@@ -1,4 +1,4 @@
-"""Policies that come with a route, through the real Envoy."""
+"""Policies that come with a route, and observing filters, through the real Envoy."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from tests.support import ROOT
 from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, envoy_version, eventually, stack
 
-NOWHERE = {"pathExact": "/nowhere"}
-"""The selector of a policy that only a route can bring into play."""
+NOWHERE = {"pathExact": "/nowhere"}  # only a route can apply a policy with this selector
 
 PAGE = ROOT / "docs" / "policies.md"
 
 
-# Through the real Envoy
+# ---- Policies of routes
 
 
 @pytest.fixture(scope="module", params=["fast", "grpcio"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Every door into the service."""
     name: str = request.param
     return name
 
 
 def _replaced(config: str, old: str, new: str, after: str = "") -> str:
-    """The first `old` behind `after` replaced; a bootstrap without either is no longer what these edits were written for."""
+    """The first `old` behind `after` replaced; fails where there is none."""
     at = config.index(old, config.index(after))
     return config[:at] + new + config[at + len(old) :]
 
@@ -41,14 +39,12 @@ def _route(path: str) -> str:
 
 
 def _naming(config: str, path: str, value: str) -> str:
-    """The route of a path names its policies."""
     metadata = f"{{key: {POLICY_METADATA}, value: {json.dumps(value)}}}"
     named = f"overrides:\n{' ' * 22}grpc_initial_metadata: [{metadata}]\n"
     return _replaced(config, "overrides:\n", named, _route(path))
 
 
 def _carrying(config: str, path: str, value: str) -> str:
-    """The route of a path carries a policy as `policy_json`."""
     metadata = json.dumps({"filter_metadata": {"loopguard": {"policy_json": value}}})
     return _replaced(config, "match:", f"metadata: {metadata}\n                match:", _route(path))
 
@@ -68,7 +64,6 @@ _ROUTES = ("/plain", "/named", "/formatted", "/carried", "/large")
 
 @pytest.fixture(scope="module")
 def routes(transport: str) -> Iterator[Stack]:
-    """A stack in which every route hands something else over; `gentle` and `strict` are selected by none."""
     document = bundle(
         policy("gentle", {"pathPrefix": "/elsewhere"}, threshold_identical_requests=50, action="warn"),
         policy("strict", {"pathPrefix": "/elsewhere"}, threshold_identical_requests=2),
@@ -90,10 +85,9 @@ def routes(transport: str) -> Iterator[Stack]:
         ("/large/x", {}, [200, 200, 429], "large"),
     ],
 )
-def test_envoy_hands_over_the_policies_of_a_route(
+def test_policies_of_a_route_replace_the_selected_one(
     routes: Stack, path: str, headers: dict[str, str], statuses: list[int], by: str
 ) -> None:
-    """Named, filled in by a formatter, or carried, short or long, they apply in place of the selected one; else that does."""
     errors = routes.loopguard.metric("handover_errors_total")
 
     answers = [routes.post(path, b"x", headers) for _ in statuses]
@@ -105,7 +99,7 @@ def test_envoy_hands_over_the_policies_of_a_route(
 
 
 def _as_the_docs_say(config: str) -> str:
-    """The snippets of the page's section in place of what the bootstrap has."""
+    """The snippets of the page's section in place of the bootstrap's parts."""
     section = PAGE.read_text().partition("## A policy for a route")[2].partition("\n## ")[0]
     naming, carrying = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     metadata, asking = carrying.split("# on the filter\n")
@@ -118,12 +112,10 @@ def _as_the_docs_say(config: str) -> str:
 
 
 def _indented(text: str) -> str:
-    """As part of a route of the bootstrap; the first line's indentation is there already."""
     return text.replace("\n", "\n" + " " * 16)
 
 
-def test_the_docs_show_what_works() -> None:
-    """Both snippets of the page do to their routes what the page says."""
+def test_snippets_in_the_docs_work() -> None:
     document = bundle(
         policy("named", {"pathPrefix": "/named"}),
         policy("carried", {"pathPrefix": "/carried"}, threshold_identical_requests=100),
@@ -136,13 +128,13 @@ def test_the_docs_show_what_works() -> None:
         assert made.loopguard.metric("handover_errors_total") == 3  # `agents` is not loaded
 
 
-# Beside the traffic: Envoy sends everything and waits for nothing
+# ---- Observing: Envoy sends everything and waits for nothing
 
 _SENT = "http.ingress.ext_proc.loopguard.stream_msgs_sent"
 
 
 def _observing(config: str) -> str:
-    """Streams that Loopguard leaves open would stay so for ten minutes."""
+    """A stream that Loopguard leaves open would stay so for ten minutes."""
     config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
     observed = "failure_mode_allow: true"
     indent = "\n" + " " * 14
@@ -162,7 +154,6 @@ def _skip_where_observers_are_cut_off(transport: str) -> None:
 
 @pytest.fixture(scope="module")
 def observed(transport: str) -> Iterator[Stack]:
-    """A stack in which Loopguard only observes."""
     _skip_where_observers_are_cut_off(transport)
     with stack(OBSERVED, "--transport", transport, edit=_observing) as made:
         yield made
@@ -182,16 +173,12 @@ def _in_parts(made: Stack, data: bytes) -> Iterator[bytes]:
 
 
 def _handled(made: Stack, name: str) -> float:
-    """How many requests a policy has counted, or decided not to count."""
     return made.loopguard.metric("requests_total", policy=name) + made.loopguard.metric("uncounted_total", policy=name)
 
 
 @pytest.mark.parametrize("length", [False, True])
-def test_whole_bodies_are_counted_beside_the_traffic(observed: Stack, length: bool) -> None:
-    """300 KB in several messages are one body: its last byte makes another, and identical ones are a loop; no one notices.
-
-    Each stream ends as soon as its request is counted, long before Envoy's deferred_close_timeout.
-    """
+def test_observed_bodies_are_counted_whole(observed: Stack, length: bool) -> None:
+    """Each stream ends as soon as its request is counted, long before Envoy's deferred_close_timeout."""
     handled, refused = _handled(observed, "reject"), observed.loopguard.metric("loops_detected_total", policy="reject")
     data = b"x" * 300_000
     bodies = [data, data, data, data[:-1] + b"1", data[:-1] + b"2", data[:-1] + b"3"]
@@ -208,8 +195,7 @@ def test_whole_bodies_are_counted_beside_the_traffic(observed: Stack, length: bo
     eventually(lambda: observed.envoy.stat("cluster.loopguard.upstream_rq_active") == 0, "their end in Envoy")
 
 
-def test_the_client_never_waits(transport: str) -> None:
-    """While Loopguard stands still, and when it is dead, requests are answered; what stood still is counted afterwards."""
+def test_observed_requests_never_wait_for_loopguard(transport: str) -> None:
     _skip_where_observers_are_cut_off(transport)
     with stack(OBSERVED, "--transport", transport, edit=_observing) as made:
         made.send("/else")  # connects
@@ -228,8 +214,8 @@ def test_the_client_never_waits(transport: str) -> None:
         assert dead == [200] * 3
 
 
-def test_a_client_that_leaves_is_not_counted_beside_the_traffic(transport: str) -> None:
-    """Envoy does not tell observers that an upload broke off: its stream ends, uncounted, after deferred_close_timeout."""
+def test_observed_upload_of_a_leaving_client_is_not_counted(transport: str) -> None:
+    """Envoy does not tell observers that it broke off: its stream ends after deferred_close_timeout."""
 
     def impatient(config: str) -> str:
         return _replaced(_observing(config), "deferred_close_timeout: 600s", "deferred_close_timeout: 0.1s")

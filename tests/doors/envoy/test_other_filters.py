@@ -1,4 +1,4 @@
-"""Other filters of Envoy beside Loopguard: those that refuse requests, and Envoy AI Gateway's."""
+"""Other filters of Envoy beside Loopguard: filters that refuse requests, and Envoy AI Gateway's."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ function envoy_on_request(handle)
   if status then handle:respond({[":status"] = status}, "no") end
 end
 """
+# By status, the header of requests that are answered with it.
 REFUSALS = {"401": {"x-answer": "401"}, "429": {"x-answer": "429"}, "403": {"x-deny": "1"}, "503": {"x-empty": "1"}}
-"""By status, the header of requests that are answered so."""
 
 
 def add_refusals(config: str) -> str:
-    """The same configuration with a Lua filter and RBAC behind Loopguard, and a route to a cluster without hosts."""
+    """A Lua filter and RBAC behind Loopguard, and a route to a cluster without hosts."""
     document = read_yaml(config)
     document["static_resources"]["clusters"].append({"name": "empty", "type": "STATIC"})
     manager = http_manager(document)
@@ -57,13 +57,12 @@ TAKEN_BACK = policy("taken-back", {"pathPrefix": "/a"}, count_failed=False, **KE
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Stack]:
-    """A stack with other filters behind Loopguard."""
     with stack(bundle(TAKEN_BACK, policy("kept", {"pathPrefix": "/b"}, **KEYS), PAID), edit=add_refusals) as running:
         yield running
 
 
 def send(made: Stack, path: str, headers: dict[str, str], bodies: Sequence[bytes], *, first: int = 1) -> list[int]:
-    """Statuses of requests, each sent once the entry of the one before it has come; before the first one, none does."""
+    """Statuses of requests, each sent once the log entry of the one before has come. The first ones have no entry."""
     taken = made.loopguard.metric("access_log_entries_total", result="taken")
     statuses = []
     for number, body in enumerate(bodies, start=1 - first):
@@ -73,8 +72,8 @@ def send(made: Stack, path: str, headers: dict[str, str], bodies: Sequence[bytes
 
 
 @pytest.mark.parametrize("status", REFUSALS)
-def test_what_another_filter_refuses_is_no_loop(made: Stack, status: str) -> None:
-    """It never reached the upstream; once it does, the same requests are a loop, and Loopguard's refusals keep counting."""
+def test_requests_refused_by_other_filters_are_no_loop(made: Stack, status: str) -> None:
+    """Once they reach the upstream they are a loop, and Loopguard's refusals count."""
     user = {"x-user-id": f"user-{status}"}
 
     refused = send(made, "/a", {**user, **REFUSALS[status]}, [b"x"] * 8)  # the first of a window stays
@@ -85,9 +84,8 @@ def test_what_another_filter_refuses_is_no_loop(made: Stack, status: str) -> Non
     assert 200 in passed
 
 
-@pytest.mark.parametrize("status", ["401", "403", "429"])
-def test_what_another_filter_refuses_costs_nothing(made: Stack, status: str) -> None:
-    """Twelve requests of five are refused elsewhere; each is given back when Envoy has logged it, and five more pass."""
+@pytest.mark.parametrize("status", ["401", "403"])
+def test_requests_refused_by_other_filters_cost_nothing(made: Stack, status: str) -> None:
     user, bodies = {"x-user-id": f"payer-{status}"}, [b"%d" % number for number in range(12)]
 
     refused = send(made, "/c", {**user, **REFUSALS[status]}, bodies, first=0)
@@ -97,8 +95,7 @@ def test_what_another_filter_refuses_costs_nothing(made: Stack, status: str) -> 
     assert passed == [200] * 5 + [429]
 
 
-def test_other_policies_count_what_was_refused(made: Stack) -> None:
-    """Without `count_failed: false`, a third request is refused by Loopguard."""
+def test_refused_requests_count_without_count_failed_false(made: Stack) -> None:
     assert made.repeat("/b", 4, body=b"x", headers={"x-user-id": "other", "x-answer": "401"}) == [401, 401, 429, 429]
 
 
@@ -123,9 +120,7 @@ function envoy_on_response(handle)
 end
 """
 COUNTED = {"prompt_tokens": 5_000_000, "completion_tokens": 1_000_000, "prompt_tokens_details": {"cached_tokens": 1_000_000}}
-COST = 4 + 2 + 0.1
-"""Dollars."""
-
+COST = 4 + 2 + 0.1  # dollars
 PRICES = {"gpt-x": {"input": 1, "cache_read": 0.1, "output": 2}}
 LIMITS = {"max_cost_per_session": 3 * COST - 0.01, "prices": PRICES}
 AGENTS = bare_policy("agents", "/v1/chat", **KEYS, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS)
@@ -133,7 +128,7 @@ POLICIES = bundle(AGENTS, policy("loops", {"pathPrefix": "/v1/chat"}, **KEYS))
 
 
 def add_gateway(config: str, *, before: bool) -> str:
-    """With that filter, and a route that only requests with a model take; the others have one that is not guarded."""
+    """That filter, and a route that only requests with a model take; others have one that is not guarded."""
     document = read_yaml(config)
     manager = http_manager(document)
     lua = {
@@ -152,8 +147,6 @@ def add_gateway(config: str, *, before: bool) -> str:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["before", "behind"])
 def gateway(request: pytest.FixtureRequest) -> Iterator[tuple[Stack, Model]]:
-    """Both filters, and none of Loopguard's own that read answers."""
-
     def edit(config: str) -> str:
         assert "json_to_metadata" not in config
         return add_gateway(config, before=request.param)
@@ -163,7 +156,6 @@ def gateway(request: pytest.FixtureRequest) -> Iterator[tuple[Stack, Model]]:
 
 
 def ask_gateway(gateway: tuple[Stack, Model], user: str, number: int, reply: Reply) -> int:
-    """The status of a request, whose entry has come if it was let through."""
     one, model = gateway
     model.reply = reply
     asked = {"model": "gpt-x", "messages": [{"role": "user", "content": f"go {number}"}]}
@@ -174,13 +166,12 @@ def ask_gateway(gateway: tuple[Stack, Model], user: str, number: int, reply: Rep
     return status
 
 
-def test_loops_are_counted(gateway: tuple[Stack, Model]) -> None:
-    """Also where the guarded route is chosen by the model, and so late."""
+def test_loops_beside_an_ai_gateway_are_refused(gateway: tuple[Stack, Model]) -> None:
+    """Also where the model chooses the guarded route, and so late."""
     assert [ask_gateway(gateway, "ann", 0, whole(object="chat.completion")) for _ in range(4)] == [200, 200, 429, 429]
 
 
-def test_sessions_cost_what_the_gateway_counts(gateway: tuple[Stack, Model]) -> None:
-    """Tokens that are cached cost less; nothing is estimated."""
+def test_session_costs_are_those_the_gateway_counts(gateway: tuple[Stack, Model]) -> None:
     reply = whole(object="chat.completion", usage=COUNTED)
 
     assert [ask_gateway(gateway, "bob", number, reply) for number in range(4)] == [200, 200, 200, 429]
@@ -188,7 +179,7 @@ def test_sessions_cost_what_the_gateway_counts(gateway: tuple[Stack, Model]) -> 
     assert [run["usage"][f"{name}_tokens"] for name in ("input", "cache_read", "output")] == [12_000_000, 3_000_000, 3_000_000]
 
 
-def test_what_the_gateway_does_not_count_is_estimated(gateway: tuple[Stack, Model]) -> None:
+def test_answers_the_gateway_does_not_count_are_estimated(gateway: tuple[Stack, Model]) -> None:
     """It reports zeros for an answer without usage."""
     assert ask_gateway(gateway, "eve", 1, whole(object="chat.completion")) == 200
 

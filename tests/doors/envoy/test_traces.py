@@ -1,4 +1,4 @@
-"""Traces of the real Envoy have Loopguard's decisions as tags, and arrive at a collector; Loopguard itself sends none."""
+"""Traces of the real Envoy have Loopguard's decisions as tags, and arrive at a collector."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 TAGS = "loopguard."
 
 
-Spans = list[dict[str, str]]
-"""The attributes of each, and its name."""
+Spans = list[dict[str, str]]  # the name and the attributes of each
 
 
 @contextmanager
 def collect() -> Iterator[tuple[Spans, str]]:
-    """What comes to a collector, and its address."""
+    """The spans that come to a collector, and its address."""
     spans: Spans = []
 
     def keep(request: Any, _: object) -> Any:  # noqa: ANN401  # grpc has no types
@@ -53,13 +52,12 @@ def collect() -> Iterator[tuple[Spans, str]]:
 
 
 def find(spans: Spans, path: str) -> Spans:
-    """Loopguard's tags on the spans of requests to this path, from clients."""
+    """Loopguard's tags on the spans of clients' requests to this path."""
     own = [span for span in spans if span.get("http.url", "").endswith(path) and "upstream_cluster.name" in span]
     return [{key.removeprefix(TAGS): value for key, value in span.items() if key.startswith(TAGS)} for span in own]
 
 
-def test_a_trace_shows_the_loop() -> None:
-    """The span of a request has action, policy, count, cause and session of its loop; an innocent one has none of them."""
+def test_spans_of_loops_have_loopguards_tags() -> None:
     keys: dict[str, Any] = {"limit_keys": ["header:x-user"]}
     session: dict[str, Any] = {"session": {"keys": ["header:x-session"]}, "session_limits": {"max_steps": 100}}
     loops = policy("agents", {"pathPrefix": "/v1"}, similarity="turns", **session, **keys)
@@ -80,8 +78,7 @@ def test_a_trace_shows_the_loop() -> None:
     assert [span["name"] for span in spans if "ext_proc" in span["name"] or "loopguard" in span["name"]]
 
 
-def test_the_tags_are_a_part_of_the_snippet() -> None:
-    """They are printed where they are asked for only, with the place they go to; `check-envoy` accepts them."""
+def test_snippet_has_the_tags_where_asked_for() -> None:
     document = DOCUMENTS["sample"]
     plain, tagged = (
         render_snippet(loaded(document), read_options(EnvoyOptions, {"snippet": True, "trace_tags": tags}))

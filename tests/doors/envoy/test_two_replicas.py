@@ -31,7 +31,6 @@ BROKEN = Did((("check", {"build": 7}),), ("the build is broken",))
 
 @pytest.fixture(scope="module", params=[server, partial(cluster, fails_over=False)], ids=["valkey", "cluster"])
 def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """Two replicas that share a store."""
     with request.param() as found:
         nodes = found[:2] if isinstance(found, list) else [found]
         scheme = "redis" if len(nodes) == 1 else "redis+cluster"
@@ -40,10 +39,11 @@ def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
             yield made
 
 
-@pytest.mark.parametrize("shape", deepen(["chat", "anthropic", "responses", "gemini"], "chat", "anthropic"))
-@pytest.mark.parametrize("window", [0, 3])
-def test_the_one_that_loops_is_stopped_whichever_replica_it_meets(stacked: Stack, shape: str, window: int) -> None:
-    """Six conversations of one caller side by side; older results are cleared, or older messages left out."""
+@pytest.mark.parametrize(
+    ("shape", "window"), deepen([("chat", 0), ("anthropic", 3), ("responses", 3), ("gemini", 0)], ("chat", 0), ("anthropic", 3))
+)
+def test_looping_conversation_is_refused_across_replicas(stacked: Stack, shape: str, window: int) -> None:
+    """It runs beside five others of its caller; older results are cleared, or older messages left out."""
     random = Random(f"{shape}{window}")
     headers = {"x-user-id": f"{shape}-{window}"}
     statuses: list[list[int]] = [[] for _ in range(6)]
@@ -76,7 +76,7 @@ OTHER = Did((("list", {}),), ("a.txt b.txt",))
 
 
 def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
-    """Six requests at most; its model takes another step once it reads a note, or never."""
+    """The last status of up to six requests of an agent, which does something else once it reads a note, or never."""
     turns: list[Did] = []
     for number in range(1, 7):
         noted = heeds and bool(turns) and OPENING.encode() in made.upstream.seen[-1].body
@@ -89,7 +89,7 @@ def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
     return answer.status
 
 
-def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reaction_to_notes_is_reported_across_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     """Metrics, `/loops`, the page and the canary's status have the same numbers."""
     with server() as valkey, stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made:
         statuses = [run_agent(made, f"task {number}", heeds=number < 3) for number in range(5)]
@@ -117,8 +117,7 @@ def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.Cap
         eventually(shows_status, "the canary's status")
 
 
-MOST = 22
-"""Requests: the preset delays the fifth, and refuses the twentieth."""
+REPEATED = 22  # the preset delays the fifth request, and refuses the twentieth
 
 BEGINS = {"model": "m", "messages": [{"role": "user", "content": "Tell me when it is done."}]}
 GOES_ON = as_chat([Did((("check", {}),), ("pending",))])
@@ -126,15 +125,15 @@ GOES_ON = as_chat([Did((("check", {}),), ("pending",))])
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[tuple[Stack, Model]]:
-    """Envoy before a model, two replicas, Valkey."""
     with open_before_model(json.loads(Path(find_preset("agents")).read_text()), replicas=2) as opened:
         yield opened
 
 
-@pytest.mark.parametrize("failure", [whole(error={})._replace(status=529), HUNG_UP], ids=["5xx", "cut off"])
-@pytest.mark.parametrize("body", [BEGINS, GOES_ON], ids=["begins", "goes on"])
+@pytest.mark.parametrize(
+    ("body", "failure"), [(BEGINS, whole(error={})._replace(status=529)), (GOES_ON, HUNG_UP)], ids=["5xx", "cut off"]
+)
 def test_retries_in_an_outage_are_no_loop(made: tuple[Stack, Model], body: dict[str, Any], failure: Reply) -> None:
-    """Each is taken back once Envoy has logged it; when the upstream is back, the same request again and again is a loop."""
+    """Each is taken back once Envoy has logged it. When the upstream is back, repetitions are a loop."""
     one, model = made
     send = partial(
         one.post, "/v1/chat/completions", body, {"authorization": f"Bearer {failure.status}-{len(body['messages'])}"}
@@ -142,7 +141,7 @@ def test_retries_in_an_outage_are_no_loop(made: tuple[Stack, Model], body: dict[
     count = partial(one.total, "access_log_entries_total", result="taken")
     loops, logged = one.total("loops_detected_total"), count()
     model.reply = failure
-    for number in range(MOST):
+    for number in range(REPEATED):
         with suppress(IncompleteRead):
             assert send().status not in (400, 429)
         if number:  # the first of a window stays

@@ -1,4 +1,4 @@
-"""What only watches live traffic behind the real Envoy: shadow policies, and `loopguard serve` without a policy."""
+"""What only watches traffic behind the real Envoy: shadow policies, and `loopguard serve` without a policy."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _FRACTIONS = b'{"user": "u", "embedding": [%s1], "messages": [{"role": "user", "
 
 
 def _traffic(made: Stack) -> list[tuple[bytes, ...]]:
-    """Raw answers to a mix of requests, and what the upstream saw of them."""
+    """Raw answers to a mix of requests, and the requests that reached the upstream."""
     raw: list[tuple[bytes, ...]] = []
     for path in ("/reject", "/warn", "/other"):
         for body in (b"", b"same", b"same", b"same", b"x" * 200_000, b"x" * 200_000, *[_CALLS] * 3, *[_FRACTIONS] * 3):
@@ -120,7 +120,6 @@ def _traffic(made: Stack) -> list[tuple[bytes, ...]]:
 
 @pytest.fixture(scope="module")
 def without_shadow() -> list[tuple[bytes, ...]]:
-    """The traffic with the enforcing policies alone, on routes that are still guarded."""
     with stack(bundle(*ENFORCING, policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000))) as made:
         return _traffic(made)
 
@@ -130,8 +129,7 @@ def without_shadow() -> list[tuple[bytes, ...]]:
     deepen(["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE, _BROKEN_COMPARISON], "", _BROKEN_EVALUATION),
     ids=["healthy", "evaluation raises", "looking raises", "store fails", "comparison raises"],
 )
-def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preamble: str) -> None:
-    """What client and upstream see is the same to the byte with shadow policies of every action, healthy or broken."""
+def test_shadow_policies_change_no_byte(without_shadow: list[tuple[bytes, ...]], preamble: str) -> None:
     with stack(bundle(*SHADOW, *ENFORCING), preamble=preamble) as made:
         traffic = _traffic(made)
 
@@ -150,8 +148,7 @@ def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preambl
             assert made.loopguard.metric("uncounted_total", policy="s-body", reason="inspect_limit") > 0
 
 
-def test_shadow_counts_apart_and_shows_in_the_access_log(shared: Stack, user: dict[str, str]) -> None:
-    """Beside an enforcing policy a canary with a lower threshold reports from its own count, in metrics and metadata."""
+def test_canary_counts_apart_and_shows_in_access_log(shared: Stack, user: dict[str, str]) -> None:
     before = shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow")
     assert shared.repeat("/beside", 3, headers=user) == [200, 200, 429]
     assert shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow") == before + 2
@@ -165,7 +162,6 @@ TURNS = 9
 
 @pytest.fixture(scope="module")
 def watching() -> Iterator[Stack]:
-    """Upstream, a Loopguard without a policy, and Envoy, after a stuck agent."""
     if envoy_version() < (1, 38):
         pytest.skip("this Envoy has no shadow mode partial: it is NOT tested")
     with stack(None, shadow_mode="partial") as made:
@@ -174,8 +170,7 @@ def watching() -> Iterator[Stack]:
         yield made
 
 
-def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> None:
-    """/loops has it, with what the preset would have done, and no request is touched."""
+def test_loop_of_an_api_key_is_reported(watching: Stack) -> None:
     report = eventually(lambda: watching.loopguard.ask("/loops") or None)
 
     loops = [loop for loop in list_loops(report) if loop["tools"] == ["check"]]
@@ -190,6 +185,7 @@ def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> 
 
 SIGNED = "AWS4-HMAC-SHA256 Credential={key}/20261128/us-east-1/bedrock/aws4_request, SignedHeaders=host, Signature={number}"
 ASKED: Any = [{"role": "user", "content": "again"}]
+# By path: the header that shows the key, its form, and a request.
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "/v1/chat/completions": ("authorization", "Bearer {key}", {"messages": ASKED}),
     "/v1/responses": ("authorization", "Bearer {key}", {"input": "again"}),
@@ -202,12 +198,11 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "/model/m/converse": ("authorization", SIGNED, {"messages": [{"role": "user", "content": [{"text": "again"}]}]}),
     "/api/chat": ("authorization", "Bearer {key}", {"messages": ASKED}),
 }
-"""By path, the header that shows the key, how it does, and a request."""
 
 
 @pytest.mark.parametrize("path", CALLS)
-def test_the_same_request_again_is_a_loop_of_its_key(watching: Stack, path: str) -> None:
-    """On each API's own path: ten times from one key are a loop, and those of another key beside it are one of its own."""
+def test_repeated_request_is_a_loop_of_its_key(watching: Stack, path: str) -> None:
+    """The requests of another key beside it are counted apart."""
     header, shown, body = CALLS[path]
     for number in range(14):
         key = f"sk-{path.replace('/', '-')}-{'one' if number % 7 < 5 else 'two'}"
@@ -218,8 +213,7 @@ def test_the_same_request_again_is_a_loop_of_its_key(watching: Stack, path: str)
     assert "sk-" not in watching.loopguard.get("/loops")[1] + watching.loopguard.output()
 
 
-def test_everything_says_that_it_only_watches_and_how_to_enforce(watching: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """The log, /readyz, /policies, the page, `top` and `doctor`."""
+def test_every_report_says_it_only_watches(watching: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     replica = watching.loopguard
     policies = replica.ask("/policies")
     assert main(["top", "--once", "--admin", replica.admin_url]) == 0
@@ -233,15 +227,13 @@ def test_everything_says_that_it_only_watches_and_how_to_enforce(watching: Stack
     assert "only watches" in replica.get("/")[1]
 
 
-def test_a_server_with_a_policy_says_nothing_of_that() -> None:
-    """It is for those who have none."""
-    with stack(policy("p", {"pathPrefix": "/"})) as made:
-        assert "watching" not in made.loopguard.ask("/readyz") | made.loopguard.ask("/policies")
-        assert "only watches" not in made.loopguard.get("/")[1] + made.loopguard.output()
+def test_server_with_a_policy_does_not_say_it_watches(shared: Stack) -> None:
+    assert "watching" not in shared.loopguard.ask("/readyz") | shared.loopguard.ask("/policies")
+    assert "only watches" not in shared.loopguard.get("/")[1] + shared.loopguard.output()
 
 
-def test_an_empty_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A template that lacks a value must not turn a guard into a watcher in silence."""
+def test_empty_policy_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It must not turn a guard into a watcher."""
     monkeypatch.setenv("LOOPGUARD_POLICY", "")
 
     assert main(["serve"]) == 2
