@@ -1,4 +1,4 @@
-"""What Envoy's access log tells about requests of sessions."""
+"""What Envoy's access log reports about requests of sessions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ UNTOLD = {"usage": Usage(1_000, 200, 0, 0), "estimated": True, "model": ""}
 
 
 def read(**entry: Any) -> Entry:  # noqa: ANN401  # see `add_entry`
-    """The one entry, read."""
     ((found,), _) = read_message(log(entry))
     return found
 
@@ -49,7 +48,6 @@ Case = tuple[dict[str, Any], dict[str, Any]]
 
 
 def _tell(told: dict[str, Any], usage: Usage, **entry: Any) -> Case:  # noqa: ANN401  # see `add_entry`
-    """Counts in an answer that are known."""
     return {"told": told, **entry}, {"usage": usage, "estimated": False}
 
 
@@ -61,19 +59,17 @@ def _tell_objects(expected: Usage, *, estimated: bool = False, **objects: Any) -
 
 
 def _tell_gateway(usage: Usage, *, estimated: bool = False, **counts: Any) -> Case:  # noqa: ANN401  # anything
-    """Counts of an AI gateway. Its input includes all cached tokens; it reports zeros for an answer without counts."""
+    # Its input includes all cached tokens, and it reports zeros for an answer without counts.
     named = {f"llm_{name}_token": count for name, count in counts.items()}
     gateway = {**named, "model_name_override": "gpt-x"}
     return {"gateway": gateway}, {"usage": usage, "estimated": estimated, "model": "gpt-x"}
 
 
 def _guess(output: int, *more: tuple[str, str]) -> Case:
-    """Headers of an answer without counts."""
     return {"headers": dict(more)}, {"usage": Usage(1_000, output, 0, 0), "estimated": True}
 
 
 def _take(expected: int, *took: float) -> Case:
-    """When the upstream began and ended."""
     return {"took": took or None}, {"model_ms": expected}
 
 
@@ -119,7 +115,7 @@ CASES: dict[str, Case] = {
     "gemini, streamed": _tell_objects(Usage(709, 120, 300, 0), usageMetadata=GEMINI),
     "converse, streamed": _tell_objects(Usage(10, 50, 800, 90), usage=CONVERSE),
     "only begun": _tell_objects(Usage(10, 10, 800, 90), estimated=True, message__usage=STARTED),
-    # Estimates come from sizes: a stream has an event for each few letters, and what is compressed has less air.
+    # Estimates come from sizes: a stream has an event for each few letters, and compressed answers hold more text.
     "JSON": _guess(200, *JSON.items()),
     "stream": _guess(6, *STREAM.items()),
     "AWS's stream": _guess(6, ("content-type", "application/vnd.amazon.eventstream")),
@@ -144,7 +140,7 @@ CASES: dict[str, Case] = {
         )
         for status in (400, 404, 429, 500, 503, 529)
     },
-    **{  # whatever its status was; and what came of it is paid for
+    **{  # whatever the status; the received part is paid for
         flag: ({flag: True}, {"failed": True, "status": 200, "estimated": True})
         for flag in (
             "upstream_remote_reset",
@@ -157,7 +153,7 @@ CASES: dict[str, Case] = {
         {"sizes": (4_000, 0), "upstream_remote_reset": True},
         {"failed": True, "usage": Usage(0, 0), "estimated": False},
     ),
-    "client hung up": (  # there is no status then, and the call is paid for
+    "client hung up": (  # without a status; the call is paid for
         {"status": 0, "headers": {}, "sizes": (400, 0)},
         {"failed": False, "usage": Usage(100, 0, 0, 0), "estimated": True},
     ),
@@ -174,8 +170,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_entry_says_what_became_of_a_request(case: str) -> None:
-    """Sessions as the guard named them, sizes and status as Envoy saw them, model and tokens as the answer told them."""
+def test_entry_has_usage_time_and_outcome(case: str) -> None:
     told, expected = CASES[case]
 
     entry = read(**told)
@@ -194,8 +189,7 @@ def test_an_entry_says_what_became_of_a_request(case: str) -> None:
         ],
     ],
 )
-def test_a_text_that_tells_nothing_loses_nothing_else(text: str) -> None:
-    """Neither the model nor what the message told before, nor the entry; what is missing is estimated."""
+def test_odd_usage_text_costs_no_other_part(text: str) -> None:
     entry = read(told={"model": "m", "usage": text})
     began = read(told={"message.usage": json.dumps(STARTED), "usage": text.replace("prompt", "no")})
 
@@ -203,8 +197,7 @@ def test_a_text_that_tells_nothing_loses_nothing_else(text: str) -> None:
     assert (began.usage, began.estimated) == (Usage(10, 200, 800, 90), True)
 
 
-def test_requests_of_no_session_are_left_out() -> None:
-    """And so are those that are not over yet."""
+def test_unfinished_and_sessionless_requests_are_left_out() -> None:
     message = StreamAccessLogsMessage.FromString(log({}, {}, {}))
     message.http_logs.log_entry[0].common_properties.metadata.filter_metadata["loopguard"].Clear()
     message.http_logs.log_entry[1].common_properties.intermediate_log_entry = True
@@ -212,12 +205,11 @@ def test_requests_of_no_session_are_left_out() -> None:
     assert [len(read_message(each)[0]) for each in (message.SerializeToString(), b"")] == [1, 0]
 
 
+# A field of each type, with the number 99.
 UNKNOWN = b"\x98\x06\x01" + b"\x99\x06" + bytes(8) + b"\x9a\x06\x02\xff\xff" + b"\x9d\x06" + bytes(4)
-"""A field of each type, of the number 99."""
 
 
-def test_what_else_envoy_tells_is_passed_over() -> None:
-    """Fields that are not read, of every type, in every message; the parts of an entry come in any order."""
+def test_unknown_fields_and_any_order_are_accepted() -> None:
     told = {"model": "m", "input": 900, "output": 40}
     message = StreamAccessLogsMessage.FromString(log({"told": told, "upstream_remote_reset": True}))
     (entry,) = message.http_logs.log_entry
@@ -236,8 +228,7 @@ def test_what_else_envoy_tells_is_passed_over() -> None:
         assert (found.request_bytes, found.response_bytes, found.usage) == (4_000, 800, Usage(900, 40))
 
 
-def test_a_flag_that_is_not_the_upstreams_is_no_failure() -> None:
-    """Envoy has flags for rate limits and faults of its own making, which we do not name."""
+def test_flags_of_envoy_itself_are_no_failure() -> None:
     message = StreamAccessLogsMessage.FromString(log({}))
     message.http_logs.log_entry[0].common_properties.response_flags.MergeFromString(b"\x60\x01")  # rate_limited
 
@@ -259,15 +250,13 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
-def test_what_is_no_field_is_a_protocol_error(data: bytes) -> None:
-    """Also inside a message, whose end no field goes beyond."""
+def test_malformed_fields_are_a_protocol_error(data: bytes) -> None:
     for message in (data, field(2, data) + bytes(20), field(2, field(1, data)) + bytes(20)):
         with pytest.raises(ProtocolError):
             read_message(message)
 
 
-def test_a_message_that_is_cut_off_is_refused() -> None:
-    """Whatever is missing, no entry is made up."""
+def test_cut_off_message_is_refused() -> None:
     whole = log({"told": {"input": 900, "output": 40, "model": "m"}})
 
     for end in range(1, len(whole)):
@@ -275,8 +264,7 @@ def test_a_message_that_is_cut_off_is_refused() -> None:
             read_message(whole[:end])
 
 
-def test_text_that_is_no_text_costs_its_own_entry_nothing() -> None:
-    """Whatever name a model gives itself, the other entries of the message are read."""
+def test_invalid_utf_8_costs_no_entry() -> None:
     message = log({"told": {"model": "m-0", "input": 900, "output": 40}}, {"status": 201}).replace(b"m-0", b"m\xff0")
 
     first, second = read_message(message)[0]
@@ -286,15 +274,13 @@ def test_text_that_is_no_text_costs_its_own_entry_nothing() -> None:
 
 @given(st.binary(max_size=200), st.sampled_from(["usage", "message.usage", "response.usage", "usageMetadata"]), st.text())
 def test_any_bytes_are_entries_or_a_protocol_error(data: bytes, place: str, text: str) -> None:
-    """Nothing else comes of them; and no text in an entry costs the entry."""
     for message in (data, log({}) + data):
         with suppress(ProtocolError):
             assert len(read_message(message)[0]) <= MAX_ENTRIES
     assert read(told={place: text}).usage.input >= 0
 
 
-def test_an_entry_that_cannot_be_taken_does_not_cost_the_others() -> None:
-    """What goes wrong with one is counted, and logged once a second."""
+def test_failing_entry_costs_no_other_entry() -> None:
     service, taken = make_service(policy("p", ANY)), list[int]()
 
     def take(entry: Entry) -> None:
@@ -308,8 +294,7 @@ def test_an_entry_that_cannot_be_taken_does_not_cost_the_others() -> None:
     assert [sample(service, "access_log_entries_total", result=each) for each in ("taken", "error", "dropped")] == [2, 1, 0]
 
 
-def test_a_flood_in_one_message_is_bounded() -> None:
-    """Of too many entries the first are taken, and a message that is too large is not even parsed."""
+def test_entries_of_one_message_are_bounded() -> None:
     service, taken = make_service(policy("p", ANY)), list[Entry]()
     access_log = AccessLog(taken.append, service.metrics)
     message = StreamAccessLogsMessage.FromString(log({}))
@@ -323,8 +308,7 @@ def test_a_flood_in_one_message_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 401, 403, 429])
-def test_what_another_filter_refused_is_taken_back(status: int) -> None:
-    """Nothing of it went to an upstream: it was no step, and its counts are undone. What an upstream refused stays counted."""
+def test_counts_of_requests_refused_elsewhere_are_undone(status: int) -> None:
     counted = {"counted": [["w", "loop:p:default:sliding_ttl::0123456789abcdef:00"]]}
     cases: list[dict[str, Any]] = [{}, {"took": (0, 0.5)}, {"action": "reject"}]
 

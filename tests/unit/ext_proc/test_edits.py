@@ -1,4 +1,4 @@
-"""Edits of bodies: each is verified and bounded, and one that goes wrong keeps the decision and the session's metadata."""
+"""Edits of bodies are verified and bounded, and a failing edit keeps the decision and the session's metadata."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steering(**loop: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of loop_det
 
 
 def narrowing(*, every: bool) -> dict[str, Any]:
-    """A policy that takes a tool away, or all of them, because the history shows a call."""
+    """A policy that removes a tool, or all of them, because the history shows a call."""
     limits: dict[str, Any] = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
     return {
         "id": "narrow",
@@ -58,35 +58,30 @@ def narrowing(*, every: bool) -> dict[str, Any]:
 
 
 def called(**more: object) -> bytes:
-    """A request whose history shows a call of a tool that it offers."""
     return json.dumps({**as_chat([Did((("run", {}),), ("seen",))]), "tools": _TOOLS, **more}).encode()
 
 
 def nested(depth: int, inner: str = '"a"', behind: str = "") -> bytes:
-    """A result in a result, and so on."""
     opening, closing = '[{"type":"tool_result","tool_use_id":"1","content":', f"}}{behind}]"
     return f'{{"messages":[{{"role":"user","content":{opening * depth}{inner}{closing * depth}}}]}}'.encode()
 
 
 def put_note(old: bytes) -> bytes:
-    """A body that is steered."""
     return changed(repeat(make_service(steering()), old))
 
 
-# --- what comes out is right
+# ---- The new body
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", deepen(range(0, _EXAMPLES, 500), 0, 500))
-def test_edits_of_nearly_right_bodies_change_what_they_should(first: int) -> None:
-    """Python's own parser finds the old body in the new one, with all its keys, except for the notes or the tools."""
+def test_edits_of_nearly_right_bodies_change_nothing_else(first: int) -> None:
     for seed in range(first, first + 500):
         try_one(seed)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 300])
-def test_a_result_in_a_result_is_content_like_any_other(depth: int) -> None:
-    """The note stands behind the text of the outermost, which is the one that the model was sent."""
+@pytest.mark.parametrize("depth", [1, 2, 300])
+def test_note_is_put_behind_the_outermost_result(depth: int) -> None:
     new = put_note(nested(depth, behind=',{"type":"text","text":"behind"}'))
 
     (block, behind) = json.loads(new)["messages"][0]["content"]
@@ -95,8 +90,7 @@ def test_a_result_in_a_result_is_content_like_any_other(depth: int) -> None:
     assert new.count(b"gateway") == 1
 
 
-def test_a_result_without_content_gets_one() -> None:
-    """Whatever stands behind it."""
+def test_result_without_content_gets_the_note() -> None:
     blocks = [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "go on"}]
     new = json.loads(put_note(json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode()))
 
@@ -107,7 +101,6 @@ def test_a_result_without_content_gets_one() -> None:
 
 
 def find(patch: Patch, *path: str | int) -> Value:
-    """A value of a body."""
     value = patch.root
     for step in path:
         value = patch.open_fields(value)[step] if isinstance(step, str) else patch.open_items(value)[step]
@@ -115,7 +108,6 @@ def find(patch: Patch, *path: str | int) -> Value:
 
 
 def move_end(value: Value, by: int) -> Value:
-    """A value that ends elsewhere."""
     return Value(value.part, value.key, value.at, value.start, value.end + by)
 
 
@@ -139,8 +131,7 @@ WRONG: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("steps", WRONG.values(), ids=WRONG)
-def test_an_edit_that_is_wrong_is_none(steps: list[Step]) -> None:
-    """Whatever mistake leads to it, the body does not come out."""
+def test_wrong_edit_gives_no_body(steps: list[Step]) -> None:
     patch = Patch(b'{"a":"some text","b":[{"c":1},2],"d":[]}')
     for step in steps:
         step(patch)
@@ -149,8 +140,7 @@ def test_an_edit_that_is_wrong_is_none(steps: list[Step]) -> None:
         patch.apply()
 
 
-def test_changes_are_written_where_they_belong() -> None:
-    """Members and elements go with their commas, new ones come last, and the space between others stays."""
+def test_changes_keep_commas_space_and_order() -> None:
     patch = Patch(rb' { "a" : [ 1 , 2 ,3 ] , "b" : { } , "c": "x" , "d" : [ ] } ')
     assert len(patch.open_items(find(patch, "a"))) == 3
     patch.remove(find(patch, "a"), {0, 2})
@@ -173,8 +163,7 @@ _VALUES = st.recursive(
 
 
 @given(st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3) | _VALUES, max_size=4), st.sampled_from([None, 0, 1]))
-def test_a_list_is_read_as_it_stands(values: list[Any], indent: int | None) -> None:
-    """Whatever its texts look like, each element begins and ends where a parser says."""
+def test_list_items_begin_and_end_as_for_a_parser(values: list[Any], indent: int | None) -> None:
     separators = (",", ":") if indent == 0 else None
     patch = Patch(json.dumps({"a": values}, indent=indent or None, separators=separators).encode())
 
@@ -183,7 +172,7 @@ def test_a_list_is_read_as_it_stands(values: list[Any], indent: int | None) -> N
     assert [json.loads(data) for data in found] == values
 
 
-# --- what is not changed
+# ---- Bodies that are not edited
 
 
 _AWS = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/bedrock/aws4_request, SignedHeaders=host, Signature=0"
@@ -205,8 +194,8 @@ _AWS = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/bedrock/aws4_request, S
         ({"path": "/x?X-Amz-Signature=0&X-Amz-Date=1"}, True),  # a presigned URL
     ],
 )
-def test_a_signed_body_stays_as_it_is(signature: dict[str, str], signed: bool) -> None:
-    """The client's signature fits only the old body: it passes with a warning, or is refused if it must lose its tools."""
+def test_signed_body_is_not_edited(signature: dict[str, str], signed: bool) -> None:
+    """It passes with a warning, or is refused if it must lose its tools."""
     strict, watched = make_service(steering(), narrowing(every=True)), make_service(narrowing(every=False))
 
     answers = [ask(strict, called(), **signature), ask(watched, called(), **signature)]
@@ -219,8 +208,7 @@ def test_a_signed_body_stays_as_it_is(signature: dict[str, str], signed: bool) -
         assert sample(service, "unnarrowed_total", policy="narrow", reason="signed_body") == signed
 
 
-def test_a_policy_changes_no_body_that_is_above_its_own_bound() -> None:
-    """Whatever other policies look into."""
+def test_body_above_the_policys_own_bound_is_not_edited() -> None:
     service = make_service(steering(max_inspect_bytes=100), policy("looks", ANY, similarity="tail"))
 
     answer = repeat(service, called())
@@ -246,7 +234,7 @@ BOUNDS: dict[str, tuple[bytes, str]] = {
     ),
     "no text in the body": (b'{"messages":[{"role":"user","content":"a"}],"\x80":0}', "not_json"),
     "no text in a message": (b'{"messages":[{"role":"user","content":"a","\x80":0}]}', "not_json"),
-    # a body of the size that policies look into by default, nearly all of which is one result
+    # a body of the size that policies look into by default, which is nearly all one result
     "a long result": (json.dumps(as_chat([_LONG])).encode(), ""),
     "a long result in blocks": (json.dumps(as_anthropic([_LONG])).encode(), ""),
     # a KiB of small values, escapes or blanks takes longer than a KiB of text
@@ -259,8 +247,7 @@ BOUNDS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", BOUNDS)
-def test_what_takes_too_long_to_read_is_left_alone(case: str) -> None:
-    """Other bodies get their note, however long they are."""
+def test_body_that_takes_too_long_is_not_edited(case: str) -> None:
     data, reason = BOUNDS[case]
     service = make_service(steering(max_inspect_bytes=2 * MAX_BYTES))
 
@@ -271,8 +258,7 @@ def test_what_takes_too_long_to_read_is_left_alone(case: str) -> None:
 
 
 @pytest.mark.parametrize("looks", [{}, {"similarity": "tail"}])
-def test_an_edit_asks_for_time_first(looks: dict[str, str]) -> None:
-    """Where the time for looking into bodies is used up, none is changed, not even one that need not be looked into."""
+def test_no_body_is_edited_without_inspection_time(looks: dict[str, str]) -> None:
     service = make_service(steering(**looks))
     first = ask(service, called())
     service.budget.spend("", 10.0)
@@ -285,11 +271,10 @@ def test_an_edit_asks_for_time_first(looks: dict[str, str]) -> None:
         assert sample(service, "unsteered_total", policy="steer", reason="inspect_budget") == 1
 
 
-# --- what goes wrong
+# ---- Failing edits
 
 
-def test_without_time_tools_that_have_to_go_are_no_way_around() -> None:
-    """Where looking for calls has used up the time, a request is refused none of whose tools may be called any more."""
+def test_request_losing_all_tools_is_refused_without_time() -> None:
     spent = InspectionBudget(0.0)
     spent.spend("", 1e9)
     for every in (True, False):
@@ -301,21 +286,18 @@ def test_without_time_tools_that_have_to_go_are_no_way_around() -> None:
 
 
 _CHOSEN = called(tool_choice={"type": "function", "function": {"name": "run"}, "more": 1})
+# By where the byte is: a body, why a tool cannot be taken out of it, why it gets no note, and whether it is refused where all
+# tools have to go.
 _BAD_BYTES = {
     "top level": (called(more=1).replace(b'"more"', b'"\x80"'), "not_json", "not_json", True),
     "tools": (called().replace(b'"parameters"', b'"\x80"'), "not_json", "", True),
     "tool_choice": (_CHOSEN.replace(b'"more"', b'"\x80"'), "not_json", "", False),  # which is replaced
     "messages": (called().replace(b'"role": "tool"', b'"\x80": 1, "role": "tool"'), "", "not_json", False),
 }
-"""By where the byte is: a body, why a tool cannot be taken out of it, why it gets no note, and whether all tools cannot go."""
 
 
 @pytest.mark.parametrize("position", _BAD_BYTES)
-def test_a_byte_that_is_no_text_costs_the_edit_alone(position: str) -> None:
-    """Only an edit that has to read the place fails, its decision stands, and the session learns of the call.
-
-    Where no tool may be called any more, and none can be taken out, the request is refused.
-    """
+def test_invalid_byte_fails_only_edits_that_read_it(position: str) -> None:
     data, narrowed, steered, refused = _BAD_BYTES[position]
     services = [make_service(made) for made in (steering(), narrowing(every=False), narrowing(every=True))]
 
@@ -332,10 +314,10 @@ def test_a_byte_that_is_no_text_costs_the_edit_alone(position: str) -> None:
     assert [sample(service, "fail_open_total", reason="internal_error") for service in services] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("half", [rb"\ud800", rb"\udc00", rb"x\uD83D"])
-@pytest.mark.parametrize("place", [b"Fix it.", b"seen", b"look"])
-def test_half_a_character_keeps_no_edit_away(half: bytes, place: bytes) -> None:
-    """Wherever it stands, it stays as it was sent."""
+@pytest.mark.parametrize(
+    ("half", "place"), [(rb"\ud800", b"Fix it."), (rb"\udc00", b"seen"), (rb"x\uD83D", b"look"), (rb"x\uD83D", b"seen")]
+)
+def test_body_with_half_a_surrogate_pair_is_edited(half: bytes, place: bytes) -> None:
     data = called().replace(place, half)
 
     fewer, none = [changed(ask(make_service(narrowing(every=every)), data)) for every in (False, True)]
@@ -355,8 +337,8 @@ def test_half_a_character_keeps_no_edit_away(half: bytes, place: bytes) -> None:
 @pytest.mark.parametrize(
     "error", [UnicodeDecodeError("utf-8", b"\x80", 0, 1, "no"), RecursionError(), MemoryError(), KeyError("x")]
 )
-def test_an_error_of_ours_keeps_the_decision(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steers warns, what has to lose all of its tools is refused, and any other passes; sessions learn of each call."""
+def test_internal_error_in_an_edit_keeps_the_decision(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steers warns, what has to lose all tools is refused, and sessions learn of each call."""
 
     def fail(*_: object) -> bytes:
         raise error
@@ -377,8 +359,7 @@ def test_an_error_of_ours_keeps_the_decision(error: Exception, monkeypatch: pyte
 
 
 @pytest.mark.sources
-def test_an_error_behind_the_count_keeps_the_sessions_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request passes, as with any error of ours, and its cost is still counted."""
+def test_error_after_the_count_keeps_session_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     service = make_service(steering())
     monkeypatch.setattr(service.reporter, "report", None)
 

@@ -1,4 +1,4 @@
-"""Bodies above `max_inspect_bytes`: `turns` reads their ends, whichever way they come, and all else stays as it was."""
+"""Bodies above `max_inspect_bytes`: `turns` reads their ends, whether they are buffered or streamed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ WRITERS = ["as_chat", "as_ollama", "as_responses", "as_anthropic", "as_gemini", 
 
 
 def make_guard(*more: dict[str, Any], uncountable: str = "allow", **loop: Any) -> Service:  # noqa: ANN401  # of a policy
-    """A service with a policy that looks for turns in bodies of up to this many bytes, and with others."""
     made = policy("p", ANY, **{"similarity": "turns", "max_inspect_bytes": LIMIT, **loop})
     made["spec"]["uncountable"] = uncountable
     return make_service(made, *more)
 
 
 def make_body(writer: str = "as_chat", *, times: int = 8, size: int = 2 * LIMIT, loops: bool = True) -> bytes:
-    """The request of an agent that has done the same so often, or something else each time."""
+    """The request of an agent that has done the same this often, or something else each time."""
     turns = []
     for number in range(1, times + 1):
         name = "a.py" if loops else f"{number}.py"
@@ -39,17 +38,16 @@ def make_body(writer: str = "as_chat", *, times: int = 8, size: int = 2 * LIMIT,
 
 
 def send(service: Service, data: bytes, *, chunk: int = 0, **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    """The last answer; streamed in chunks of this many bytes, or buffered."""
+    """The last answer to a body that is buffered, or streamed in chunks of this size."""
     places = range(0, len(data), chunk or len(data))
     chunks = [body(data[place : place + places.step], end=place == places[-1]) for place in places]
     return decoded(exchange(service, headers(mode="STREAMED" if chunk else "BUFFERED", **more), *chunks)[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [0, 1_000, 16_384, 2 * LIMIT])
+@pytest.mark.parametrize("chunk", [0, 1_000, 2 * LIMIT])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_loop_is_refused_however_long_the_history(writer: str, chunk: int) -> None:
-    """It is as much of a loop below the limit as above it; one who makes progress is let through."""
+def test_loop_in_a_long_history_is_refused(writer: str, chunk: int) -> None:
     service = make_guard()
 
     for size in (LIMIT // 4, 2 * LIMIT, 8 * LIMIT):
@@ -60,8 +58,8 @@ def test_a_loop_is_refused_however_long_the_history(writer: str, chunk: int) -> 
 
 
 @pytest.mark.parametrize("chunk", [0, 10_000])
-def test_what_is_not_certain_is_uncounted_under_its_reason(chunk: int) -> None:
-    """One result that is longer than what is kept hides where messages begin; and what cannot be read at all says nothing."""
+def test_uncertain_ends_are_uncounted(chunk: int) -> None:
+    """One long result hides where messages begin, or nothing can be read."""
     service, strict = make_guard(), make_guard(uncountable="reject")
 
     for data in (make_body(times=1, size=4 * LIMIT), b"x" * 2 * LIMIT, b'{"messages":[' + b"1," * LIMIT + b"1]}"):
@@ -72,8 +70,7 @@ def test_what_is_not_certain_is_uncounted_under_its_reason(chunk: int) -> None:
     assert service.kept.bytes == 0
 
 
-def test_no_stream_keeps_more_than_the_limit() -> None:
-    """However long the upload: what is kept of it is bounded, and is freed."""
+def test_stream_keeps_no_more_than_the_limit() -> None:
     service, data, kept = make_guard(), make_body(times=64, size=16 * LIMIT), []
     stream = Stream(service)
     receive(stream, headers(mode="STREAMED"))
@@ -86,8 +83,7 @@ def test_no_stream_keeps_more_than_the_limit() -> None:
     assert service.kept.bytes == 0
 
 
-def test_other_detectors_do_not_read_it() -> None:
-    """Part of a body is not what they compare."""
+def test_other_detectors_do_not_read_long_bodies() -> None:
     others = [policy(name, ANY, similarity=name, max_inspect_bytes=LIMIT) for name in ("canonical", "tail", "tool_calls")]
     service = make_guard(*others)
 
@@ -97,8 +93,7 @@ def test_other_detectors_do_not_read_it() -> None:
     assert status(send(make_service(*others), make_body())) == 200
 
 
-def test_each_policy_keeps_to_its_own_limit() -> None:
-    """One that may look into all of a body does; one beside it with a lower limit reads the ends."""
+def test_each_policy_reads_up_to_its_own_limit() -> None:
     larger = policy("larger", ANY, similarity="turns", max_inspect_bytes=16 * LIMIT, mode="shadow")
     service = make_guard(larger)
 
@@ -107,16 +102,14 @@ def test_each_policy_keeps_to_its_own_limit() -> None:
     assert status(send(service, make_body(times=32, loops=False))) == 200
 
 
-def test_a_compressed_body_is_left_alone() -> None:
-    """Its bytes are not JSON."""
+def test_long_compressed_body_is_uncounted() -> None:
     service = make_guard()
 
     assert status(send(service, make_body(), content_encoding="br")) == 200
     assert status(send(service, make_body(), content_encoding="identity")) == 429
 
 
-def test_its_session_supplies_what_the_ends_do_not_show() -> None:
-    """Of turns so long that only the newest is certain, each request brings one."""
+def test_session_supplies_turns_that_the_ends_lack() -> None:
     made = policy("p", ANY, similarity="turns", max_inspect_bytes=LIMIT, limit_keys=["header:x-user-id"])
     made["spec"]["session"] = {"keys": ["header:x-session-id"]}
     service = make_service(made)
@@ -128,8 +121,7 @@ def test_its_session_supplies_what_the_ends_do_not_show() -> None:
     assert status(answer) == 429
 
 
-def test_what_is_known_of_such_a_body_is_used() -> None:
-    """A note is not put into it, which is counted; an answer as if of the model names the one that was asked."""
+def test_long_body_gets_no_note_and_names_the_model() -> None:
     service = make_guard(action="steer")
 
     warned = send(service, make_body())

@@ -1,4 +1,4 @@
-"""Tools that are taken out of requests: which go, what the choice is then, and that every other byte stays."""
+"""Tools that are removed from requests: which go, what the choice is then, and that every other byte stays."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from tests.support.examples import examples
 from tests.support.model_requests import HOSTILE, spelled
 from tests.support.turn_writers import SHAPES, Did
 
-Choice = str | tuple[str, str | list[str]] | None
-"""A mode; a tool; or a mode and the tools that it is about."""
+Choice = str | tuple[str, str | list[str]] | None  # a mode; a tool; or a mode and the tools that it is about
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 _NAMES = ("pay", "read", "write")
@@ -113,7 +112,7 @@ def write(api: str, made: list[list[str]], tools: Sequence[str] | None, choice: 
 
 
 def expect(api: str, tools: list[str], without: Collection[str] | None, choice: Any, *, called: bool) -> Any:  # noqa: ANN401  # a Choice
-    """The tools and the choice that there should be, None where it should be refused; `called`: the history has a call."""
+    """The expected tools and choice, None where it should be refused; `called`: the history has a call."""
     _, _, _, auto, none = APIS[api]
     left = [name for name in tools if without is not None and name not in without]
     if not left:
@@ -129,17 +128,14 @@ def expect(api: str, tools: list[str], without: Collection[str] | None, choice: 
 
 
 def request_of(api: str) -> HttpRequest:
-    """A request to the API, as far as narrowing looks at it."""
     return HttpRequest("POST", _PATHS.get(api, "/v1/x"))
 
 
 def narrowed(body: bytes, *without: str, every: bool = False, path: str = "/v1/x") -> bytes:
-    """A body without some tools, or without all of them."""
     return narrow(HttpRequest("POST", path), body, Tools(None if every else without))
 
 
 def read_raw(body: bytes) -> dict[str, bytes]:
-    """The members of a body, as they stand there."""
     return {key: bytes(item) for key, item in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
 
 
@@ -151,10 +147,9 @@ _WITHOUT = st.none() | st.sets(st.sampled_from([*_NAMES, "old"]))
 @every_api
 @settings(max_examples=examples(40))
 @given(st.data(), _TURNS, _SOME, _WITHOUT)
-def test_what_is_named_goes_and_the_choice_fits(
+def test_named_tools_go_and_the_choice_fits(
     api: str, data: st.DataObject, made: list[list[str]], tools: list[str], without: set[str] | None
 ) -> None:
-    """However a body is spelled: the tools that are left, the choice among them, and every other member as it stood there."""
     choice = data.draw(APIS[api][2])
     body = spelled(data.draw, write(api, made, tools, choice)).encode()
     expected = expect(api, tools, without, choice, called=b'"toolUse"' in body)
@@ -174,10 +169,9 @@ def test_what_is_named_goes_and_the_choice_fits(
 @every_api
 @settings(max_examples=examples(20))
 @given(st.data(), _TURNS, _SOME, st.sets(st.sampled_from(_NAMES)))
-def test_all_but_some_go_as_if_the_others_were_named(
+def test_keeping_some_tools_equals_naming_the_others(
     api: str, data: st.DataObject, made: list[list[str]], tools: list[str], kept: set[str]
 ) -> None:
-    """What stays of a list, and the choice, are the same whether the tools that go are named, or those that stay."""
     body = spelled(data.draw, write(api, made, tools, data.draw(APIS[api][2]))).encode()
     others = {*_NAMES, "old"} - kept if kept & set(tools) else None
 
@@ -194,10 +188,9 @@ def test_all_but_some_go_as_if_the_others_were_named(
 @every_api
 @settings(max_examples=examples(20))
 @given(st.data(), _SOME, st.sets(st.sampled_from(_NAMES)))
-def test_an_answer_is_held_to_one_call_if_a_tool_is_scarce(
+def test_answer_is_held_to_one_call_beside_scarce_tools(
     api: str, data: st.DataObject, tools: list[str], scarce: set[str]
 ) -> None:
-    """Each API in its own way, if it has one and offers such a tool; every other member is as it stood there."""
     old = write(api, [["pay"]], tools, data.draw(APIS[api][2]))
     body = spelled(data.draw, old).encode()
     changes: dict[str, Any] = {}
@@ -251,15 +244,9 @@ _TALKS: list[dict[str, Any]] = [{"messages": []}, {"contents": []}, {"input": []
 
 
 class Case(NamedTuple):
-    """What becomes of a body.
+    """A body, the members of the new body that differ (GONE for a removed one), and the tools to remove or keep.
 
-    Attributes:
-        body: what the client sent.
-        changes: the members of the new body that differ; GONE for one that is not there any more.
-        without: the tools to remove; None for all but those to keep.
-        kept: the tools to keep.
-        scarce: an answer may not call several tools beside one of these.
-        path: of the request.
+    Without tools to remove, all go but those to keep. An answer may not call several tools beside a scarce one.
     """
 
     body: bytes
@@ -298,20 +285,18 @@ def _choose_again(**choice: Any) -> Case:  # noqa: ANN401  # any JSON value
 
 
 def _call_gemini(config: dict[str, Any]) -> Case:
-    """A call of a tool that is to go, with what the client has configured."""
     called = {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]}
     body = _write(contents=[called], tools=[_declare("f")], toolConfig=config)
     return Case(body, {"toolConfig": config | _NONE_MODE})
 
 
 def _hold(model: str | None = None, path: str = "/v1/chat/completions", *, held: bool = False) -> Case:
-    """A scarce tool."""
     body = _chat(_PAY) if model is None else _chat(_PAY, model=model)
     return Case(body, {"parallel_tool_calls": False} if held else {}, (), scarce=["pay"], path=path)
 
 
 CASES = [
-    # custom tools, those that an API runs itself, by their own names or as calls of them go by, and groups of tools
+    # custom tools, tools that an API runs itself, by their own names or by those of their calls, and groups of tools
     Case(_chat([_CUSTOM, *_as_chat(["f"], None)["tools"]]), {"tools": _as_chat(["f"], None)["tools"]}, ["sql"]),
     Case(_chat([{"type": "web_search_20250305", "name": "web_search"}, _F]), {"tools": [_F]}, ["web_search"]),
     Case(_responses([{"type": "custom", "name": "sql"}, _flat("f")]), {"tools": [_flat("f")]}, ["sql"]),
@@ -361,7 +346,7 @@ CASES = [
     # Gemini runs code and searches whatever the choice is
     Case(_write(contents=_RAN, tools=[{"codeExecution": {}}]), {"tools": GONE}, ["code_execution"]),
     Case(_gemini(_SEARCHING), {"tools": [_declare("f")], "toolConfig": _NONE_MODE}, None),
-    # what a choice says beside the tool stays, also where gateways mix what APIs say; of what is allowed, what is named goes
+    # what a choice says beside the tool stays, also where gateways mix what APIs say; named tools leave the allowed ones
     *[
         Case(
             _write(**_GO, **{key: [_F, _G], choice: _F | {"disable_parallel_tool_use": True, **kind}}),
@@ -387,15 +372,14 @@ CASES = [
     _hold(path="/openai/deployments/o3-mini/chat/completions"),
     _hold("command-a", "/v2/chat"),
     *[_hold(model, held=True) for model in ("gpt-4o", "gpt-o1", None)],
-    # where nothing is named, or nothing declared, not a byte changes
+    # where no tool is named or declared, no byte changes
     *map(Case, [_chat([]), _responses([_SERVER]), b'{"input":"go","tools":null}', b'{"messages":[{"role":"a"}]}', b'{"a":1}']),
     Case(_chat([]), {}, None),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.body.decode()[:60])
-def test_what_goes_and_what_changes(case: Case) -> None:
-    """Tools of every kind, the choice that is left, and the switch that holds an answer to one call."""
+def test_each_kind_of_tool_and_choice_is_narrowed(case: Case) -> None:
     new = narrow(HttpRequest("POST", case.path), case.body, Tools(case.without, case.kept, case.scarce))
 
     found = json.loads(case.body) | case.changes
@@ -404,7 +388,6 @@ def test_what_goes_and_what_changes(case: Case) -> None:
 
 
 def test_every_other_byte_stays() -> None:
-    """White space, order, escapes and numbers are as they were, and a byte order mark is."""
     before, after = (
         rb'{ "x" : 1.50e1 , "t\u006fols": [ ',
         rb', "messages":[{"role":"user","content":"\u00e9"}] ,"tool_choice" : ',
@@ -447,16 +430,15 @@ _TWICE = '"messages":[{"role":"user","content":"go"}],"tools":[{"name":"f"},{"na
     ],
     ids=lambda given: given[:60],
 )
-def test_what_may_be_read_in_two_ways_is_not_narrowed(body: str, reason: str) -> None:
-    """No parser behind may find a tool in a body that was narrowed before."""
+def test_ambiguous_bodies_are_not_narrowed(body: str, reason: str) -> None:
+    """Another parser could find the tool in them."""
     with pytest.raises(NotEdited) as why:
         narrowed(body.encode(), "f")
 
     assert why.value.reason == reason
 
 
-def test_what_cannot_be_told_apart_is_not_narrowed() -> None:
-    """The bytes of what is compressed are not the body's; the tools of a server are not declared one by one."""
+def test_compressed_bodies_and_server_tools_are_not_narrowed() -> None:
     compressed = HttpRequest("POST", "/v1/x", "", {"content-encoding": b"gzip"})
 
     with pytest.raises(NotEdited, match="content_encoding"):
@@ -467,8 +449,8 @@ def test_what_cannot_be_told_apart_is_not_narrowed() -> None:
 
 @pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bodies_are_narrowed_or_not(name: str, every: bool) -> None:
-    """Whatever a body is, nothing but NotEdited is raised, and what comes out is JSON where what went in was."""
+def test_hostile_bodies_are_narrowed_or_refused(name: str, every: bool) -> None:
+    """Only NotEdited is raised, and the result is JSON."""
     body = HOSTILE[name][0]()
     with suppress(NotEdited):
         new = narrowed(body, "f", every=every)
@@ -477,14 +459,12 @@ def test_hostile_bodies_are_narrowed_or_not(name: str, every: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lists", "tools"), [(1_000, 2), (15, 300)])
-def test_a_remembered_list_counts_with_all_that_it_takes(lists: int, tools: int) -> None:
-    """However short its tools are: their bound is one of memory."""
+def test_remembered_lists_of_tools_are_charged_their_memory(lists: int, tools: int) -> None:
     offered = [json.dumps([{"name": f"{number}.{place}"} for place in range(tools)]).encode() for number in range(lists)]
-    bodies = [b'{"messages":[{"role":"user","content":"a"}],"tools":' + each + b"}" for each in offered]
-    narrow(HttpRequest("POST", "/v1/x"), b'{"messages":[],"tools":[{"name":"a"}]}', Tools(["a"]))
+    narrowed(b'{"messages":[],"tools":[{"name":"a"}]}', "a")
     tracemalloc.start()
-    for number, body in enumerate(bodies):
-        narrow(HttpRequest("POST", "/v1/x"), body, Tools([f"{number}.0"]))
+    for number, each in enumerate(offered):
+        narrowed(b'{"messages":[{"role":"user","content":"a"}],"tools":' + each + b"}", f"{number}.0")
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 

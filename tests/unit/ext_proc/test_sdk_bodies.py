@@ -1,4 +1,4 @@
-"""Bodies of real SDKs, edited: requests of the SDK still, whose beginning, which providers cache, stays as it was."""
+"""Edited bodies of real SDKs are requests of the SDK still, with an unchanged beginning, which providers cache."""
 
 from __future__ import annotations
 
@@ -46,16 +46,15 @@ SDKS: dict[str, Run] = {
 }
 RECORDED = ("chat_stuck", "chat_parallel_calls", "responses_stuck", "responses_parallel_calls", "anthropic_stuck",
             "anthropic_parallel_calls")  # fmt: skip  # one list
+# One tool goes after three calls of it, or all are forbidden.
 NARROWINGS: list[dict[str, Any]] = [
     {"max_calls_per_tool": {"check": 3}},
     {"max_tool_calls": 3, "max_tool_calls_mode": "finish"},
 ]
-"""Limits that take one tool away behind three calls of it, or forbid all."""
 
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[FakeModel]:
-    """A model that calls a tool three times."""
     with fake_model() as made:
         yield made
 
@@ -72,22 +71,14 @@ def record(model: FakeModel, name: str) -> bytes:
 
 
 def split(data: bytes) -> dict[str, bytes]:
-    """The members of a body as they stand in it, in order."""
     return {key: bytes(item) for key, item in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items()}
 
 
-# --- without a tool, or without any that may be called
+# ---- Narrowed
 
 
 class Types(NamedTuple):
-    """What an SDK says about tools.
-
-    Attributes:
-        tools: the type of a list of them.
-        choice: the type of a choice among them.
-        named: the choice of `check`.
-        mended: the same when `check` is gone.
-    """
+    """The SDK's types of tools and of a choice; a choice of `check`, and the same without `check`."""
 
     tools: Any
     choice: Any
@@ -138,21 +129,19 @@ TYPES: dict[str, Callable[[], Types]] = {
 
 
 def narrow(name: str, data: bytes) -> list[ProcessingResponse]:
-    """The answers to a request behind three calls of `check`: when only these are counted, and when all calls are."""
+    """The answers to a request with three calls of `check`: when only these are counted, and when all calls are."""
     sent = headers(PATHS[name], x_team="t", x_session_id="s"), body(data)
     return [decoded(exchange(make_service(limited(**limits)), *sent)[-1]) for limits in NARROWINGS]
 
 
 def list_names(tools: list[Any]) -> list[str]:
-    """The names of tools, in any API."""
     declared = [one for tool in tools for one in tool.get("functionDeclarations", [tool])]
     return [one.get("function", one.get("toolSpec", one))["name"] for one in declared]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
-def test_a_narrowed_request_is_one_of_the_sdk(model: FakeModel, name: str) -> None:
-    """The tool is not declared any more, the choice is not of it or is none, and all the rest is as the SDK sent it."""
+def test_narrowed_request_is_valid_for_its_sdk(model: FakeModel, name: str) -> None:
     types, sent = TYPES[name](), record(model, name)
     ((key, none),) = FORBIDDEN[name].items()
     sent = sent.rstrip()[:-1] + f',"{key}":{json.dumps(types.named)}}}'.encode()
@@ -167,8 +156,7 @@ def test_a_narrowed_request_is_one_of_the_sdk(model: FakeModel, name: str) -> No
         assert new == json.loads(sent) | {"tools": new["tools"], key: choice}
 
 
-def test_bedrock_has_no_choice_of_none(model: FakeModel) -> None:
-    """By botocore's own model a narrowed request is valid; where no tool may be called, none is offered."""
+def test_bedrock_request_is_refused_where_all_tools_go(model: FakeModel) -> None:
     sent = json.loads(record(model, "bedrock"))
     sent["toolConfig"]["toolChoice"] = {"tool": {"name": "check"}}
 
@@ -181,8 +169,7 @@ def test_bedrock_has_no_choice_of_none(model: FakeModel) -> None:
     assert refused.immediate_response.status.code == 429
 
 
-def test_ollama_does_without_tools(model: FakeModel) -> None:
-    """It has no choice among them, and takes a history of calls without any."""
+def test_ollama_request_has_no_tools_where_all_go(model: FakeModel) -> None:
     from ollama._types import ChatRequest
 
     fewer, nothing = [json.loads(changed(answer)) for answer in narrow("ollama", record(model, "ollama"))]
@@ -193,11 +180,11 @@ def test_ollama_does_without_tools(model: FakeModel) -> None:
     assert nothing["messages"] == fewer["messages"]
 
 
-# --- with a note
+# ---- Steered and landed
 
 
 def split_messages(listed: bytes) -> tuple[list[bytes], list[bytes]]:
-    """A list of messages as they stand in it: up to the model's last one, and the newer ones."""
+    """The messages up to the model's last one, and the newer ones."""
     messages = [bytes(item) for item in msgspec.json.decode(listed, type=list[msgspec.Raw])]
     said = [json.loads(message) for message in messages]
     calls = [str(one.get("type")).endswith("_call") or one.get("role") in ("assistant", "model") for one in said]
@@ -206,7 +193,7 @@ def split_messages(listed: bytes) -> tuple[list[bytes], list[bytes]]:
 
 
 def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
-    """See that nothing but the choice among tools changes before the newest messages, wherever it stands."""
+    """Checks that only the choice among tools changes before the newest messages."""
     service = make_service(policy("p", ANY, action=action, threshold_identical_requests=2, **loop))
     before, after = split(sent), split(changed(repeat(service, headers(PATHS[api]), body(sent), times=2)))
     forbidden = FORBIDDEN[api] if action == "land" and before.keys() & {"tools", "toolConfig"} else {}
@@ -223,13 +210,11 @@ def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
 
 @pytest.mark.parametrize("action", ["steer", "land"])
 @pytest.mark.parametrize("name", SDKS)
-def test_no_byte_before_an_sdk_s_newest_message_changes(model: FakeModel, name: str, action: str) -> None:
-    """Its tools stay declared, and a landing forbids them if the API can."""
+def test_bytes_before_newest_message_of_sdks_stay(model: FakeModel, name: str, action: str) -> None:
     check_prefix(name.partition(" ")[0], action, record(model, name), similarity="turns")
 
 
 @pytest.mark.parametrize("action", ["steer", "land"])
 @pytest.mark.parametrize("name", RECORDED)
-def test_no_byte_before_recorded_newest_messages_changes(name: str, action: str) -> None:
-    """Streamed, with a system prompt, several calls at once, or a choice before the messages."""
+def test_bytes_before_newest_recorded_message_stay(name: str, action: str) -> None:
     check_prefix(name.partition("_")[0], action, BODIES[name])

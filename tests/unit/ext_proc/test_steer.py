@@ -1,7 +1,4 @@
-"""Steering and landing: what a note says, where it stands, what is left as it was, and what becomes of what has none.
-
-A landed request goes on with tool calls forbidden, and with a note that asks for a final answer.
-"""
+"""Steering and landing: a landed request has tool calls forbidden, and a note that asks for a final answer."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ NOTE: dict[str, Any] = {"similarity": "turns", "action": "land", "escalate": {"r
 STUCK = Did((("f", {"a": 1}),), ("no such file",))
 
 
-def test_a_loop_goes_on_with_a_note() -> None:
-    """The newest result says behind its own text what repeated, how often and what to do; headers and metadata say so, too."""
+def test_loop_gets_a_note_headers_and_metadata() -> None:
     service = make_service(policy("p", ANY, **TURNS))
 
     answer = ask(service, looping(3))
@@ -64,8 +60,7 @@ def test_a_loop_goes_on_with_a_note() -> None:
     assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="steer") == 1
 
 
-def test_a_loop_is_steered_then_landed_then_refused() -> None:
-    """By its count; headers, metadata and metrics say which. The client's own copy has no note: each request gets its own."""
+def test_loop_is_steered_then_landed_then_refused() -> None:
     service = make_service(policy("p", ANY, **LADDER))
     tools = DECLARED["chat"] | {"tool_choice": "auto"}
 
@@ -91,8 +86,7 @@ _WRITERS: dict[str, Writer] = {**SHAPES, "text": lambda turns: as_text(turns, ST
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=3), st.sampled_from(sorted(_WRITERS)), st.sampled_from([None, 1, 2]))
 @example([CLOSING], "chat", None)
 @example([f"{OPENING} {CLOSING.removeprefix('~')}"], "chat", None)
-def test_in_every_api_nothing_but_the_note_is_added(results: list[str], api: str, indent: int | None) -> None:
-    """The new body is the old one, to the byte, and the note; it stands in each of the newest results and nowhere else."""
+def test_only_the_note_is_added_in_every_api(results: list[str], api: str, indent: int | None) -> None:
     calls = tuple((f"f{number}", {"a": 1}) for number, _ in enumerate(results))
     value = _WRITERS[api]([Did(calls, tuple(results))] * 3)
     sent = json.dumps(value, indent=indent, ensure_ascii=indent != 1).encode("utf-8", "replace")
@@ -104,11 +98,10 @@ def test_in_every_api_nothing_but_the_note_is_added(results: list[str], api: str
 
 
 @pytest.mark.parametrize("loop", [TURNS, NOTE], ids=["steer", "land"])
-@pytest.mark.parametrize("spaced", [False, True])
-@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize(("front", "spaced"), [(False, True), (True, False)])
 @pytest.mark.parametrize("api", [*sorted(DECLARED), "auto"])
-def test_only_note_and_choice_change_as_the_history_grows(api: str, front: bool, spaced: bool, loop: dict[str, Any]) -> None:
-    """A landing forbids all tools if the API can, in its own way; tools may be before the messages or behind them."""
+def test_only_note_and_tool_choice_change(api: str, front: bool, spaced: bool, loop: dict[str, Any]) -> None:
+    """Tools may be before the messages or behind them."""
     service = make_service(policy("p", ANY, **loop | {"escalate": {}}))
     api, declared = ("chat", DECLARED["chat"] | {"tool_choice": "auto"}) if api == "auto" else (api, DECLARED[api])
     for times in (3, 4, 5):
@@ -128,8 +121,8 @@ def test_only_note_and_choice_change_as_the_history_grows(api: str, front: bool,
 
 
 @pytest.mark.parametrize("declared", [[], DECLARED["gemini"]["tools"]])
-def test_a_landing_leaves_the_tools_that_gemini_runs(declared: list[object]) -> None:
-    """No choice forbids them; without them, the prompt would begin in another way."""
+def test_landing_leaves_tools_that_gemini_runs_itself(declared: list[object]) -> None:
+    """Without them, the prompt would begin in another way."""
     sent = SHAPES["gemini"]([STUCK] * 3) | {"tools": [*declared, {"googleSearch": {}}]}
 
     answer = decoded(exchange(make_service(policy("p", ANY, **NOTE)), headers(PATHS["gemini"]), body(encoded(sent)))[-1])
@@ -137,8 +130,7 @@ def test_a_landing_leaves_the_tools_that_gemini_runs(declared: list[object]) -> 
     assert json.loads(without_notes(changed(answer))) == (sent | FORBIDDEN["gemini"] if declared else sent)
 
 
-def test_an_agent_that_writes_its_actions_lands_by_the_note_alone() -> None:
-    """It declares no tools that could be forbidden."""
+def test_agent_without_declared_tools_lands_by_the_note() -> None:
     sent = encoded(as_text([Did((("ls", {}),), ("no such file",))] * 3, STYLES["fence"]))
 
     answer = ask(make_service(policy("p", ANY, **NOTE)), sent)
@@ -149,8 +141,7 @@ def test_an_agent_that_writes_its_actions_lands_by_the_note_alone() -> None:
 
 
 @pytest.mark.parametrize("api", sorted(DECLARED))
-def test_a_person_behind_a_landing_starts_anew(api: str) -> None:
-    """The landed agent's answer and what a person says to it end the loop: the next one is steered at its third turn again."""
+def test_message_of_a_person_after_a_landing_starts_anew(api: str) -> None:
     service = make_service(policy("p", ANY, **LADDER))
     ended = [STUCK] * 5 + [Did((), (), "Please try once more, with the new server.", "I could not read the file.")]
 
@@ -180,19 +171,17 @@ def _return(content: object) -> bytes:
         '\U0001f400 \\" \n',
     ],
 )
-def test_results_without_a_text_get_one(content: Any) -> None:  # noqa: ANN401  # of a message
-    """Where the shape allows a block of text; what is there stays, whatever it is."""
+def test_results_without_text_get_the_note(content: Any) -> None:  # noqa: ANN401  # of a message
     new = changed(ask(make_service(policy("p", ANY, **TURNS)), _return(content)))
 
     found = json.loads(new)["messages"][-1]["content"]
     assert OPENING in json.dumps(found)
     assert without_notes(new) == _return(content)
-    kinds = [[block["type"] for block in blocks] for blocks in (content, found) if isinstance(blocks, list)]
-    assert not kinds or kinds[0] == kinds[1][: len(content)]
+    if isinstance(content, list):
+        assert [block["type"] for block in found[: len(content)]] == [block["type"] for block in content]
 
 
-def test_many_results_at_once_get_a_bounded_number_of_notes() -> None:
-    """Each of the newest results gets it, up to a number of which the model sees enough."""
+def test_notes_on_parallel_results_are_bounded() -> None:
     results = MAX_PLACES + 5
     sent = SHAPES["chat"]([Did((("f", {}),) * results, ("none",) * results)] * 3)
 
@@ -202,8 +191,7 @@ def test_many_results_at_once_get_a_bounded_number_of_notes() -> None:
     assert noted == [False] * 5 + [True] * MAX_PLACES
 
 
-def test_a_windowed_detector_steers_by_its_count() -> None:
-    """`exact` looks into no body, and still has the note put into it."""
+def test_windowed_detector_steers_by_its_count() -> None:
     service = make_service(policy("p", ANY, action="steer", escalate={"reject": 4}))
 
     answers = [ask(service, looping(1)) for _ in range(4)]
@@ -213,7 +201,7 @@ def test_a_windowed_detector_steers_by_its_count() -> None:
     assert status(answers[3]) == 429
 
 
-# --- what the note says
+# ---- The text of a note
 
 FILE_GONE = {"tools": {"read_*": {"reason": " The file is gone. "}}}
 OWN_WORDS = 'Stop: {what} ({count}x {tools}, {policy}). {{Try}} "{reason}". {instead}'
@@ -232,7 +220,7 @@ SAID: dict[str, tuple[dict[str, Any], bytes, str, bool]] = {
     ),
     "a reason": (TURNS | FILE_GONE, looping(3), " The file is gone. Repeating it", True),
     "no words": (TURNS | {"steer_note": " {reason} "}, looping(3), "Loop detected: 3 of the last 3 turns", True),
-    "a weak loop": (  # how long it may go on depends on more than its count
+    "a weak loop": (  # its end depends on more than its count
         TURNS | {"weak_threshold": 14},
         looping(3, result="queued"),
         f"If this continues, requests will be refused.\n{CLOSING}",
@@ -254,8 +242,7 @@ SAID: dict[str, tuple[dict[str, Any], bytes, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_what_a_note_says(case: str) -> None:
-    """In our words or the operator's: what repeated, what to do, and what comes next. No note threatens in vain."""
+def test_note_says_what_repeats_and_what_comes_next(case: str) -> None:
     loop, sent, words, said = SAID[case]
 
     note = last_text(steered(ask(make_service(policy("p", ANY, **loop)), sent)))
@@ -263,8 +250,7 @@ def test_what_a_note_says(case: str) -> None:
     assert (words in note) is said
 
 
-def test_a_tool_cannot_break_out_of_a_note() -> None:
-    """A model may call its tool what it likes: quotes and marks in there end neither the note nor its recognition."""
+def test_tool_name_cannot_break_out_of_a_note() -> None:
     sent = looping(3, tool=f'f"{CLOSING}{OPENING}"')
 
     answer = ask(make_service(policy("p", ANY, **TURNS)), sent)
@@ -274,12 +260,12 @@ def test_a_tool_cannot_break_out_of_a_note() -> None:
     assert last_text(steered(answer)).count(CLOSING) == 1
 
 
-# --- notes that are there already
+# ---- Bodies that have a note
 
 
 @pytest.mark.parametrize("similarity", ["canonical", "tail", "tool_calls", "turns"])
-def test_a_note_is_not_compared(similarity: str) -> None:
-    """A second Loopguard sees the requests as the client sent them: with the first one's notes they are equal."""
+def test_notes_are_left_out_of_comparisons(similarity: str) -> None:
+    """With the notes of another Loopguard, requests are equal to those that the client sent."""
     engine = make_engine(policy("q", ANY, similarity=similarity, threshold_identical_requests=3))
     sent = looping(3)
     noted = changed(ask(make_service(policy("p", ANY, **TURNS)), sent))
@@ -289,19 +275,7 @@ def test_a_note_is_not_compared(similarity: str) -> None:
     assert (plain.fingerprint, plain.repeat) == (second.fingerprint, second.repeat)
 
 
-def test_a_note_is_not_repeated() -> None:
-    """What a Loopguard on the way has steered is left as it is, and reported as steered."""
-    service = make_service(policy("p", ANY, **TURNS))
-    noted = changed(ask(service, looping(3)))
-
-    answer = ask(service, noted)
-
-    assert changed(answer) == noted
-    assert metadata_of(answer)["action"] == "steer"
-    assert set_headers(answer)["x-loopguard-steered"] == "1"
-
-
-# --- what cannot be steered
+# ---- Requests that cannot be steered
 
 
 def _observed() -> ProcessingRequest:
@@ -330,8 +304,9 @@ def _observed() -> ProcessingRequest:
         ([_observed(), body(looping(3))], {}, "observed"),  # the answer is not read
     ],
 )
-def test_what_cannot_have_a_note_gets_a_warning(messages: list[ProcessingRequest], loop: dict[str, Any], reason: str) -> None:
-    """Its body is not changed; it passes as under `warn`, is reported as such everywhere, and is counted by its reason."""
+def test_request_that_cannot_have_a_note_gets_a_warning(
+    messages: list[ProcessingRequest], loop: dict[str, Any], reason: str
+) -> None:
     service = make_service(policy("p", ANY, **{"action": "steer", **loop}))
 
     answer = repeat(service, *messages, times=3)
@@ -346,8 +321,7 @@ def test_what_cannot_have_a_note_gets_a_warning(messages: list[ProcessingRequest
     assert sample(service, "requests_total", policy="p", mode="enforce", action="steer") == 0
 
 
-def test_a_shadow_policy_never_steers() -> None:
-    """What it would have done is reported, and the body stays as it is, also beside a policy that enforces."""
+def test_shadow_policy_never_steers() -> None:
     shadow = policy("s", ANY, mode="shadow", **TURNS)
     service = make_service(shadow, policy("e", ANY, action="warn"))
     keeping = [make_engine(made).prepare(post()) for made in (shadow, policy("p", ANY, **TURNS))]
@@ -362,8 +336,8 @@ def test_a_shadow_policy_never_steers() -> None:
 
 
 @pytest.mark.sources  # compiled classes keep their methods
-def test_an_edit_costs_its_tenant_little_however_long_other_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While an edit waits for the processor, the clock goes on."""
+def test_edit_is_charged_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits for the processor, the clock goes on."""
     service, spent = make_service(policy("p", ANY, **LADDER)), list[float]()
     monkeypatch.setattr("extproc.ext_proc.changes.changes.perf_counter", partial(next, count(0, 10)))
     monkeypatch.setattr(service.budget, "allows", lambda *_, **__: True)
@@ -374,24 +348,10 @@ def test_an_edit_costs_its_tenant_little_however_long_other_processes_run(monkey
     assert max(spent) == 0.05
 
 
-# --- beside other policies
+# ---- Beside other policies
 
 
-def test_a_note_is_added_whatever_else_happens_to_a_request_that_goes_on() -> None:
-    """A policy that holds the request is stricter and leads; the note goes along, and its warning is the steering one."""
-    service = make_service(policy("w", ANY, action="warn"), policy("s", ANY, **TURNS), policy("t", ANY, action="throttle"))
-
-    reply = [exchange(service, headers(), body(looping(3)))[-1] for _ in range(3)][-1]
-
-    answer = decoded(reply)
-    assert reply.hold_ms == 300
-    assert OPENING in last_text(steered(answer))
-    assert metadata_of(answer)["action"] == "throttle"
-    assert metadata_of(answer)["warning"] == set_headers(answer)["X-Fairvisor-Warning"] == "loop_steer"
-
-
-def test_a_refusal_has_no_note() -> None:
-    """The strictest answer wins, of another policy or of another detector."""
+def test_refusal_has_no_note() -> None:
     service = make_service(several("p", TURNS, {"threshold_identical_requests": 2}))
 
     answers = [ask(service, looping(3)) for _ in range(2)]

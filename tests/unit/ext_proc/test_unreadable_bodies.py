@@ -1,4 +1,4 @@
-"""Bodies with one value wrong, anywhere in any API: each is counted, or uncounted for a reason, and nothing is raised."""
+"""Bodies with one wrong value, anywhere in any API: each is counted, or uncounted for a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ TURN = Did((("run", {"cmd": "ls", "n": 1.5}),), ("Error: no such file",), "again
 
 
 def _write(shape: str) -> dict[str, Any]:
-    """A conversation of a turn, with files beside texts and results."""
     made: dict[str, Any] = json.loads(json.dumps(SHAPES[shape]([TURN])))
     key = next(key for key in ("messages", "input", "contents") if key in made)
     for message in made[key]:
@@ -64,7 +63,6 @@ def _spell(value: Any) -> bytes:  # noqa: ANN401  # of JSON
 
 
 def _policies(uncountable: str) -> list[dict[str, Any]]:
-    """Every reader of bodies, each in a policy of its own."""
     rule = {"name": "r", "limit_keys": ["header:x-user"], "algorithm": "token_bucket_llm"}
     readers: dict[str, dict[str, Any]] = {
         name: {"loop_detection": {"enabled": True, "window_seconds": 60, "similarity": name, "threshold_identical_requests": 8}}
@@ -77,22 +75,21 @@ def _policies(uncountable: str) -> list[dict[str, Any]]:
 
 
 def _sum_uncounted(service: Service) -> dict[str, float]:
-    """How many policies did not count a request, by reason; that no call is made is none of the client's doing."""
+    """How many policies did not count a request, by reason; `not_a_call` is not the client's fault."""
     found = list_uncounted(service)
     found.pop("not_a_call", None)
     return found
 
 
 def _refused_for(service: Service, path: str, data: bytes, user: str = "u") -> str:
-    """Why a request is refused; empty if it is not."""
     answer = decoded(exchange(service, headers(path, x_user=user), body(data))[-1])
     return headers_of(answer).get("X-Fairvisor-Reason", "") if answer.HasField("immediate_response") else ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_wrong_value_is_counted_or_has_a_reason(shape: str) -> None:
-    """With `reject`, what is not counted is refused."""
+def test_wrong_value_is_counted_or_has_a_reason(shape: str) -> None:
+    """With `uncountable: reject`, exactly what is not counted is refused."""
     lenient, strict = make_service(*_policies("allow")), make_service(*_policies("reject"))
     for number, value in enumerate(_mutate(_write(shape))):
         data, before = _spell(value), _sum_uncounted(lenient)
@@ -104,8 +101,7 @@ def test_a_wrong_value_is_counted_or_has_a_reason(shape: str) -> None:
 
 @pytest.mark.parametrize("uncountable", ["allow", "reject"])
 @pytest.mark.parametrize("file", [0, 1, 2])
-def test_a_file_that_is_not_utf8_is_uncounted(file: int, uncountable: str) -> None:
-    """It is among the results of seven equal turns."""
+def test_loop_with_a_binary_file_is_uncounted(file: int, uncountable: str) -> None:
     said = [{"type": "text", "text": "x"}, FILES[file] | {"more": "@bad byte@"}]
     call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": said}]
@@ -119,8 +115,7 @@ def test_a_file_that_is_not_utf8_is_uncounted(file: int, uncountable: str) -> No
 
 
 @pytest.mark.parametrize("reader", ["turns", "session_limits"])
-def test_a_history_may_begin_with_the_assistant(reader: str) -> None:
-    """Even with the words that a user began another one with."""
+def test_history_may_begin_with_the_assistant(reader: str) -> None:
     service = make_service(*[each for each in _policies("reject") if each["id"] == reader])
     user, assistant = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
 
@@ -131,8 +126,7 @@ def test_a_history_may_begin_with_the_assistant(reader: str) -> None:
 
 @pytest.mark.sources  # compiled classes keep their methods
 @pytest.mark.parametrize("mode", ["enforce", "shadow"])
-def test_an_error_while_reading_leaves_the_request_uncounted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is also reported, as the bug that it is."""
+def test_error_while_reading_leaves_the_request_uncounted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extproc.detectors.canonical.Canonical.compare", None)
     policy = _policies("reject")[1]
     policy["spec"]["mode"] = mode

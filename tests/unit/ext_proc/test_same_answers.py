@@ -1,6 +1,7 @@
-"""Agents of every API before enforcing policies, and beside these shadow policies that fail in every way there is.
+"""Shadow policies, and what a process knows of earlier messages, change no answer.
 
-What Envoy is told is the same to the byte as without shadow policies, and so is every verdict.
+Agents of every API are compared before enforcing policies alone and beside shadow policies that fail in every way, and before
+processes that know nothing or much: what Envoy is told is the same to the byte.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def _rule(budget: float) -> dict[str, Any]:
     return {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "cost_based", "algorithm_config": config}
 
 
+# Each test draws some that enforce and some that watch.
 _SPECS: list[dict[str, Any]] = [
     {"loop_detection": _loop("turns", 2, "steer", escalate={"land": 3, "reject": 5})},
     {
@@ -61,7 +63,6 @@ _SPECS: list[dict[str, Any]] = [
         "uncountable": "reject",
     },
 ]
-"""What policies may say, of which each test draws some that enforce and some that watch."""
 
 
 async def _never() -> list[Any]:
@@ -92,13 +93,11 @@ HARMS: dict[str, Callable[[list[Any]], Any] | None] = {
     "no list": lambda _: 5,
     "hangs": lambda _: _never(),
 }
-"""What the store does to questions of shadow policies; it answers those of enforcing ones as ever."""
 
 STATES = [*HARMS, "guards raise", "no time left"]
 
 
 def make(policies: Sequence[tuple[str, dict[str, Any]]], state: str) -> Service:
-    """A service of these policies, of which those that watch are in this state."""
     made = [
         bare_policy(f"{mode}-{_SPECS.index(spec)}", mode=mode, **{"limit_keys": ["header:x-user-id"], **spec})
         for mode, spec in policies
@@ -145,7 +144,6 @@ def draw(random: Random) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[s
 @pytest.mark.parametrize("seed", deepen(range(12), 0, 1))
 @pytest.mark.parametrize("state", STATES)
 def test_shadow_guards_change_neither_bytes_nor_verdicts(state: str, seed: int) -> None:
-    """Whatever they look into, spend or break."""
     random = Random(seed)
     enforcing, everything = draw(random)
     alone, beside = make(enforcing, state), make(everything, state)
@@ -153,3 +151,99 @@ def test_shadow_guards_change_neither_bytes_nor_verdicts(state: str, seed: int) 
 
     for agent, data in list_requests(random, 24):
         assert send(beside, agent, data, state) == send(alone, agent, data, state)
+
+
+# ---- What a process knows
+
+_LISTS = ("messages", "input", "contents")
+
+_READ_ONE_WAY: dict[str, Any] = {"ignore_arguments": ["why"], "normalize_results": False, "max_cycle": 3}
+_READ_ANOTHER_WAY: dict[str, Any] = {
+    "ignore_arguments": ["cmd"],
+    "tools": {"read_file": {"threshold": 3}, "think": {"allow": True}},
+}
+
+
+def make_reading(first: dict[str, Any], second: dict[str, Any]) -> Service:
+    steers = {"action": "steer", "escalate": {"land": 3, "reject": 6}, "threshold_identical_requests": 2}
+    loops = [
+        {"name": name, "enabled": True, "similarity": similarity, "window_seconds": 60, "max_inspect_bytes": 2**21, **keys}
+        for name, similarity, keys in (
+            ("one", "turns", {**steers, **first}),
+            ("other", "turns", {"threshold_identical_requests": 2, "action": "warn", **second}),
+            ("calls", "tool_calls", {"threshold_identical_requests": 2, "action": "warn"}),
+        )
+    ]
+    limits = {"max_steps": 40, "max_calls_per_tool": {"bash": 9}, "loop_detection": {"window": 6, "threshold": 3}}
+    keys: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+    return make_service(
+        bare_policy("acts", loop_detection=loops[0], session_limits=limits, **keys),
+        bare_policy("warns", loop_detection=loops[2], **keys),
+        bare_policy("watches", mode="shadow", loop_detection=loops[1], **keys),
+        store=SteadyStore(),
+    )
+
+
+def vary(random: Random, written: dict[str, Any]) -> bytes:
+    """A body as it is, or nearly the same: cut, edited in the middle, reordered, or spelled otherwise."""
+    key = next((key for key in _LISTS if isinstance(written.get(key), list)), "")
+    messages = list(written.get(key, ()))
+    place = random.randrange(len(messages)) if messages else 0
+    match random.randrange(12) if messages else 11:
+        case 0:
+            messages = messages[place:]
+        case 1:
+            messages = [*messages[:place], *messages[place + 1 :]]
+        case 2:
+            messages[place], messages[-1] = messages[-1], messages[place]
+        case 3:
+            messages.insert(place, messages[-1])
+        case 4:
+            messages[place] = json.loads(json.dumps(messages[place]).replace("ls 1", "ls 0").replace("ok", "no"))
+        case 5 if isinstance(messages[place], dict):
+            messages[place] = {**dict(reversed(messages[place].items())), "cache_control": {"type": "ephemeral"}}
+        case 6:
+            messages.append({"role": "assistant", "content": "{"})
+        case _:
+            pass
+    text = json.dumps({**written, key: messages} if key else written)
+    spelled = [text, text, text.replace(", ", ","), json.dumps(json.loads(text), ensure_ascii=False, indent=1)]
+    spelled += [text.replace("assistant", "assist\\u0061nt"), text.replace('"role":', '"role": "user", "role":', 1)]
+    return random.choice(spelled).encode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", deepen([*range(12), 22], 0, 22))
+def test_known_messages_change_no_answer(seed: int) -> None:
+    """Nothing is known, or earlier requests, or equal and similar messages of other tenants that are read in other ways."""
+    random = Random(seed)
+    agents = [Agent(random, f"a{number}") for number in range(3)]
+    requests = []
+    for _ in range(40):
+        agent = random.choice(agents)
+        if random.random() < 0.7:
+            agent.step()
+        written = agent.write()
+        requests.append((agent, vary(random, written), vary(random, written)))
+    services = [make_reading(_READ_ONE_WAY, _READ_ANOTHER_WAY) for _ in range(3)]
+    others = make_reading(_READ_ANOTHER_WAY, _READ_ONE_WAY)
+    found: list[list[object]] = [[], [], []]
+
+    for agent, data, _ in requests:
+        forget()
+        give_time(services[0])
+        found[0].append(ask(services[0], agent, data))
+    for agent, data, _ in requests:
+        give_time(services[1])
+        found[1].append(ask(services[1], agent, data))
+    forget()
+    for agent, data, similar in requests:
+        for each in (data, similar):
+            give_time(others)
+            ask(others, agent, each)
+        give_time(services[2])
+        found[2].append(ask(services[2], agent, data))
+
+    for place, (_, data, _) in enumerate(requests):
+        assert found[1][place] == found[0][place], data
+        assert found[2][place] == found[0][place], data
