@@ -7,7 +7,7 @@ rejects a command without running it, it is sent again, as a whole script or to 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -17,9 +17,8 @@ from extproc.errors import StoreError
 from extproc.store.client import AnyLink
 from extproc.store.link import RedisReply, ServerAddress, blame_bug, explain_refusal
 from extproc.store.pending import Pending
-from extproc.store.resp import write_keys, write_word
 from extproc.store.rules.windows import Hit
-from extproc.store.scripts import MAX_WEIGHT, Script, ScriptCall, count_call
+from extproc.store.scripts import MAX_WEIGHT, Script, ScriptCall, count_call, write_word
 from extproc.store.topology import ShardServers
 
 _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
@@ -42,7 +41,6 @@ class _ScriptBatch:
         return self
 
     def list_keys(self) -> list[str]:
-        """Keys of all calls."""
         keys = []
         for call in self.calls:
             keys.append(call.subject.key)
@@ -178,7 +176,6 @@ class RedisBackend:
         return True
 
     def _take(self, batch: _PendingBatch, groups: list[_ScriptBatch], replies: Pending) -> None:
-        """Process a server's answer or failure."""
         if batch.done:
             return
         try:
@@ -232,7 +229,6 @@ class RedisBackend:
             raise explain_refusal(error)
 
     def _pack(self, group: _ScriptBatch, *, whole: bool = False) -> bytes:
-        """The group's command in the format of the server."""
         start = f"{self._prefix}{{{group.tag}}}:" if group.tag else self._prefix
         keys, arguments = group.list_keys(), group.list_arguments()
         return b"".join(
@@ -244,6 +240,20 @@ class RedisBackend:
                 *[write_word(argument) for argument in arguments],
             ]
         )
+
+
+def write_keys(start: str, keys: Sequence[str]) -> bytes:
+    """Keys as words of a command, each with a prefix, in one text. hiredis would pack them word by word."""
+    width = len(start)
+    size, head, words = -1, "", []
+    for key in keys:
+        if len(key) != size:  # most are as long as the previous one
+            size = len(key)
+            head = f"${width + size}\r\n{start}"
+        words.append(f"{head}{key}\r\n")
+    text = "".join(words)
+    # Lengths are in bytes; only for ASCII are these as many as the characters.
+    return text.encode() if text.isascii() else b"".join([write_word(start + key) for key in keys])
 
 
 def _read(group: _ScriptBatch, reply: RedisReply, answers: list[Any]) -> None:

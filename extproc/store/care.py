@@ -29,6 +29,7 @@ _LOOKS_BETWEEN: Final = 30
 EMPTIED: Final = "the store was emptied: budgets are full again, circuit breakers closed, and blocks, kills and grants gone"
 
 _DIGITS: Final = 13
+"""A mark is the time, in this many digits, and random ones."""
 
 NOTHING, SNAPSHOTS, LOG, UNKNOWN = "nothing", "snapshots", "log", "unknown"
 """What a server keeps when it restarts: everything (an append-only log), what it had at its last snapshot, or nothing."""
@@ -86,7 +87,7 @@ class StoreCare:
             return
         now = time()
         try:
-            found = await self._store.share_marks(_make_mark(now))
+            found = await self._store.share_marks(f"{int(now * 1000):0{_DIGITS}d}-{secrets.token_hex(8)}".encode())
             if asks:
                 self.persistence = min(await self._store.read_persistence(), key=_FROM_LEAST.index, default="")
         except StoreError:
@@ -101,11 +102,6 @@ class StoreCare:
             told = {"servers": len(emptied), "of": len(found), "kept_since": before}
             _LOG.error(EMPTIED, extra=make_extra(**told))
             self.emit(told)
-
-
-def _make_mark(now: float) -> bytes:
-    """A new mark: the time, and random digits."""
-    return f"{int(now * 1000):0{_DIGITS}d}-{secrets.token_hex(8)}".encode()
 
 
 def _read_time(mark: bytes) -> float:

@@ -29,12 +29,12 @@ class KeySharing:
         self._key = key
         self._store = store
         self.is_shared = False
-        self._trouble = ""
+        self._is_away = False
 
     async def run(self) -> None:
         """Keep the key in step with the store until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS if self.is_shared and not self._trouble else _RETRY_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS if self.is_shared and not self._is_away else _RETRY_SECONDS)
             await self.refresh()
 
     async def refresh(self) -> None:
@@ -42,14 +42,12 @@ class KeySharing:
         try:
             secret = await self._store.share_secret(_NAME, self._key.secret)
         except Exception as error:  # noqa: BLE001  # no error may affect requests
-            self._report(str(error) or type(error).__name__)
+            if not self._is_away:
+                state = "the last one known" if self.is_shared else "its own: others do not recognise its notes and callers"
+                told = make_extra(error=str(error) or type(error).__name__)
+                _LOG.warning(f"the store has no hash key to give, so this process uses {state}", extra=told)
+            self._is_away = True
             return
-        if secret != self._key.secret and (self.is_shared or self._trouble):  # else it is the start
+        if secret != self._key.secret and (self.is_shared or self._is_away):  # else it is the start
             _LOG.warning("the hash key now comes from the store: notes and callers of another key are no longer recognised")
-        self._key.secret, self.is_shared, self._trouble = secret, True, ""
-
-    def _report(self, trouble: str) -> None:
-        if not self._trouble:
-            state = "the last one known" if self.is_shared else "its own: others do not recognise its notes and callers"
-            _LOG.warning(f"the store has no hash key to give, so this process uses {state}", extra=make_extra(error=trouble))
-        self._trouble = trouble
+        self._key.secret, self.is_shared, self._is_away = secret, True, False

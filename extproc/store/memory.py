@@ -183,7 +183,12 @@ class MemoryStore:
             raise TypeError("takes come last")
         if not isinstance(asked, Step):
             return self._settle(asked, now)
-        return self._step(asked, now) if asked.search is None else self._step_below_root(asked, asked.search, now)
+        if asked.search is None:
+            return self._step(asked, now)
+        root = self._find_root(asked.search, now)
+        standing = self._step(move_step(asked, root), now)
+        standing.root = root
+        return standing
 
     def _hit_and_take(self, hits: list[Question], moment: int, now: int | None) -> list[Any]:
         """See `hit`; the last questions are about budgets, whose time is that of the calendar."""
@@ -266,13 +271,6 @@ class MemoryStore:
         self._keep_ledger(key, ledger, now)
         return standing
 
-    def _step_below_root(self, asked: Step, search: RootSearch, now: int) -> Standing:
-        """A step of the session that a search finds."""
-        root = self._find_root(search, now)
-        standing = self._step(move_step(asked, root), now)
-        standing.root = root
-        return standing
-
     def _settle(self, asked: Settlement, now: int) -> Standing:
         ledger = self._take_ledger(asked.key, asked.limits, now)
         if ledger is None:
@@ -351,14 +349,12 @@ class MemoryStore:
         return root
 
     def _take_value(self, key: str, lifetime: int, now: int) -> bytes | None:
-        """Take out what stands behind the times of an entry; None if it has expired."""
         entry = self._take(key, lifetime)
         if entry is None or abs(now - _read_times(entry)[0]) >= lifetime:
             return None
         return bytes(entry[_TIMES.size :])
 
     def _take(self, key: str, lifetime: int) -> _Entry | None:
-        """Take an entry out, to be changed and put back."""
         entries = self._shards[hash(key) % len(self._shards)].get(lifetime)
         entry = entries.pop(key, None) if entries is not None else None
         if entry is not None:
@@ -378,7 +374,8 @@ class MemoryStore:
         self._puts += 1
         if self._entries > self._max_entries or self.size > self._max_bytes:
             self._sweep(now)
-            self._shrink(shard, key)
+            while (self._entries > self._max_entries or self.size > self._max_bytes) and self._entries - len(self._at_hand) > 1:
+                self._evict(shard, key)
         elif not self._puts % _SWEEP_EVERY:
             self._sweep(now)
 
@@ -397,13 +394,6 @@ class MemoryStore:
                 if now < max(last + lifetime, lasts_until):
                     break
                 self._take(key, lifetime)
-
-    def _shrink(self, shard: _Shard, newest: str) -> None:
-        """Drop entries until the bounds are met, or only unpacked ledgers and this shard's newest entry are left."""
-        while self._entries > self._max_entries or self.size > self._max_bytes:
-            if self._entries - len(self._at_hand) <= 1:
-                return
-            self._evict(shard, newest)
 
     def _evict(self, shard: _Shard, newest: str) -> None:
         """Drop the shard's least recently used entry other than the newest, or that of the next shard that has one."""
@@ -425,7 +415,6 @@ class MemoryStore:
 
 
 def _open_ledger(entry: bytes, now: int) -> Ledger:
-    """Unpack a ledger and its tree."""
     size: int
     _, _, size = _LEDGER.unpack_from(entry)
     start = _LEDGER.size

@@ -219,7 +219,6 @@ class RemoteStore:
         return self._list_shards()[find_part(key, len(self._layout.tags))]
 
     def _check_side(self, subject: str) -> None:
-        """Raise StoreError if the shard with an operator's subject is unavailable."""
         self._list_shards()[self._side_connections.find_part(subject)].check_open()
 
     def _list_shards(self) -> list[Shard]:
@@ -228,7 +227,6 @@ class RemoteStore:
         return self._by_part
 
     def _forget_told(self, lost: Shard) -> None:
-        """Forget reports of refusals under way to a shard that failed."""
         self._known_refusals.forget_told(lambda key: self._find(key) is lost)
 
     def _ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
@@ -252,7 +250,6 @@ class RemoteStore:
         return joined
 
     def _settle(self, hit: Hit, times: int) -> None:
-        """Report refusals that were answered from memory."""
         with suppress(StoreError):  # keys that cannot be counted owe nothing
             self._ask([count_call(hit, 0, None, times)], self._finish)
 
@@ -294,7 +291,6 @@ def _take_answers(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
 
 
 async def _merge(known: list[Count | None], asked: Awaitable[list[Any]]) -> list[Any]:
-    """Join known answers and those of the server, in the order of the hits."""
     try:
         fresh = iter(await asked)
     except PartlyAwayError as error:

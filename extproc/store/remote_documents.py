@@ -45,32 +45,25 @@ class RemoteDocuments:
             return None
         version, *names = [bytes(item).decode("utf-8", "replace") for item in listed]
         documents: dict[str, bytes] = {}
-        portion = KINDS[kind].portion
-        for start in range(0, len(names), portion):
-            documents |= await self._fetch(kind, subject, names[start : start + portion])
+        size, mark = KINDS[kind].portion, KINDS[kind].version
+        key = self._connections.name_key(kind, subject, "documents")
+        for start in range(0, len(names), size):
+            portion = names[start : start + size]
+            [found] = await self._connections.ask(subject, [("HMGET", key, *portion)])
+            if not isinstance(found, list) or len(found) != len(portion):
+                raise _make_error(kind)
+            for name, text in zip(portion, found, strict=True):
+                if isinstance(text, bytes) and text.startswith(mark):
+                    documents[name] = text[len(mark) :]
         return Documents(version, documents)
-
-    async def _fetch(self, kind: str, subject: str, names: list[str]) -> dict[str, bytes]:
-        [found] = await self._connections.ask(subject, [("HMGET", self._name_key(kind, subject, "documents"), *names)])
-        if not isinstance(found, list) or len(found) != len(names):
-            raise _make_error(kind)
-        start = KINDS[kind].version
-        return {
-            name: text[len(start) :]
-            for name, text in zip(names, found, strict=True)
-            if isinstance(text, bytes) and text.startswith(start)
-        }
 
     async def _run(self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None) -> RedisReply:
         """Run the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
         self._check(subject)
-        keys = [self._name_key(kind, subject, part) for part in ("ends", "documents", "version")]
+        keys = [self._connections.name_key(kind, subject, part) for part in ("ends", "documents", "version")]
         moment = -1 if now is None else now
         [reply] = await self._connections.ask(subject, [("EVAL", _SCRIPT, len(keys), *keys, what, *arguments, moment)])
         return reply
-
-    def _name_key(self, kind: str, subject: str, part: str) -> str:
-        return self._connections.name_key(kind, subject, part)
 
 
 def _make_error(kind: str) -> StoreError:

@@ -14,11 +14,10 @@ from typing import Any, Final
 
 from extproc.errors import StoreError
 from extproc.store.pushes import AnyPush
-from extproc.store.resp import write_word
 from extproc.store.rules import read_script
-from extproc.store.rules.budget import ALONE, ANSWER, JOINED, MARKED, SERVER_CLOCK, Take, Taken, list_arguments, read_taken
-from extproc.store.rules.chain import ChainLink, read_trail
-from extproc.store.rules.ring import read_entries, split_records
+from extproc.store.rules.budget import ALONE, ANSWER, JOINED, MARKED, SERVER_CLOCK, Take, Taken, list_arguments
+from extproc.store.rules.chain import read_trail
+from extproc.store.rules.ring import Push, read_entries, split_records
 from extproc.store.rules.root import ROOT_SIZE, RootSearch
 from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
 from extproc.store.rules.take_back import TakeBack
@@ -26,6 +25,12 @@ from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 MAX_WEIGHT: Final = 16
 """Maximum total weight of calls in one script, which blocks the server for all other clients: 1 ms at worst."""
+
+
+def write_word(word: str | int | bytes) -> bytes:
+    """One word of a command: a bulk string (RESP, redis.io/docs/latest/develop/reference/protocol-spec)."""
+    raw = word if isinstance(word, bytes) else str(word).encode()
+    return b"$%d\r\n%b\r\n" % (len(raw), raw)
 
 
 class Script:
@@ -109,7 +114,6 @@ _LOG = Script("sliding_log", _read_verdicts)
 
 
 def _read_each(read: Callable[[bytes], Any], reply: object, calls: int) -> list[Any]:
-    """Read a list of strings, one for each call."""
     if not isinstance(reply, list) or len(reply) != calls or set(map(type, reply)) != {bytes}:
         raise _make_error()
     try:
@@ -156,7 +160,9 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
 def _read_takes(reply: object, calls: int) -> list[Taken]:
     if not isinstance(reply, bytes) or len(reply) != ANSWER.size * calls:
         raise _make_error()
-    return read_taken(reply)
+    return [
+        Taken(granted, fits, left, wait, start, reset) for granted, fits, left, wait, start, reset in ANSWER.iter_unpack(reply)
+    ]
 
 
 _BUDGET: Final = Script("budget", _read_takes)
@@ -191,17 +197,12 @@ def _check_root(value: bytes) -> bytes:
 
 def push_call(pushed: AnyPush, now: int | None = None) -> ScriptCall:
     """Push an entry to a ring, or a turn to a chain, or find a root; `now` as in `count_call`."""
-    if isinstance(pushed, ChainLink):
-        return _link_call(pushed, now)
+    moment = -1 if now is None else now
     if isinstance(pushed, RootSearch):
         return ScriptCall(_ROOTS, pushed, (pushed.parent, pushed.ttl_ms), 0, (pushed.parent_key,))
-    _, entry, request, size, ttl = pushed
-    return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
-
-
-def _link_call(link: ChainLink, now: int | None) -> ScriptCall:
-    others = (link.usage, link.before or link.key, link.own or link.key, *link.parents)
-    moment = -1 if now is None else now
-    given = (len(link.parents), link.near, int(link.before != ""), int(link.own != ""))
-    arguments = (link.node, *given, link.entry, link.ttl_ms, link.most, link.fresh, moment)
-    return ScriptCall(_CHAIN, link, arguments, 0, others, 1)
+    if isinstance(pushed, Push):
+        return ScriptCall(_RING, pushed, (pushed.entry, pushed.request, pushed.size, pushed.ttl_ms, moment))
+    others = (pushed.usage, pushed.before or pushed.key, pushed.own or pushed.key, *pushed.parents)
+    given = (len(pushed.parents), pushed.near, int(pushed.before != ""), int(pushed.own != ""))
+    arguments = (pushed.node, *given, pushed.entry, pushed.ttl_ms, pushed.most, pushed.fresh, moment)
+    return ScriptCall(_CHAIN, pushed, arguments, 0, others, 1)

@@ -167,7 +167,6 @@ class Shard:
                 loop.call_soon(self._send_batch)
 
     def _send_batch(self) -> None:
-        """Send waiting calls, unless a round trip is under way."""
         self._scheduled = False
         while self._queue and self._round_trip is None:
             batch = self._take_batch()
@@ -214,7 +213,6 @@ class Shard:
         self._schedule(asyncio.get_running_loop())
 
     def _watch(self) -> None:
-        """Set the timer for the first deadline."""
         if self._clock is None:
             first = [self._round_trip.deadline] if self._round_trip is not None else []
             first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
@@ -236,7 +234,6 @@ class Shard:
         self._watch()
 
     def _list_waiting(self) -> Sequence[_Caller]:
-        """All waiting callers, in the order of their deadlines."""
         return [*(self._round_trip.batch if self._round_trip is not None else ()), *self._queue]
 
     def _fail(self, error: StoreError, batch: Sequence[_Caller] = ()) -> None:

@@ -290,10 +290,3 @@ def find_lifetime(state: BudgetState, take: Take, now: int) -> int:
 
 
 ANSWER: Final = struct.Struct(">??qqqq")
-
-
-def read_taken(reply: bytes) -> list[Taken]:
-    """Read the answer of the script."""
-    return [
-        Taken(granted, fits, left, wait, start, reset) for granted, fits, left, wait, start, reset in ANSWER.iter_unpack(reply)
-    ]

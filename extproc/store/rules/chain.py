@@ -237,7 +237,6 @@ def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, a
 
 
 def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
-    """Begin a conversation, for a request without history."""
     if node is None:
         node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
         node.life = min(FIRST_MS, asked.ttl_ms)
@@ -377,7 +376,6 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
 
 
 def _add(entries: bytes, entry: bytes) -> bytes:
-    """Append an entry, and keep only the newest ones."""
     count = at = 0
     while at < len(entries):
         at += 1 + entries[at]

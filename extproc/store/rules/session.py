@@ -651,7 +651,6 @@ class Ledger:
         return asked.identity
 
     def _learn(self, asked: Step) -> None:
-        """Count the tool calls that are new."""
         calls = cut_calls(asked)
         whole, new = not self.tool_calls, calls
         if not whole:
@@ -748,7 +747,6 @@ class Ledger:
         return total == add_up(calls[len(calls) - length * RECORD :])
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
-        """Add to the calls of each tool."""
         missing: set[bytes] | None = None  # tools with limits of their own, for which others leave room
         names: dict[bytes, str] = {}
         for tool, number in numbers.items():
@@ -883,7 +881,6 @@ class Ledger:
             self._pay(reserve, reserve)
 
     def _close(self, reservation: _Reservation, asked: Settlement) -> None:
-        """Settle a reservation that is no longer open."""
         _, identity, begun, reserve, quiet, blocks, bits = reservation
         self.reserved -= reserve
         if asked.outcome in {REFUSED, WITHDRAWN, JOINED}:

@@ -170,19 +170,16 @@ class Tree:
         return TreeStanding(self.agents, self.refused, depth, began=True), -1, 0, 0
 
     def _keep(self, name: bytes, agent: _Agent) -> None:
-        """Keep an agent as that of the newest request."""
         self.recent[name] = agent
         if len(self.recent) > _RECENT:
             self.older = b"".join([self.older, *self._pack_recent(_RECENT // 2)])
             self.recent = dict(list(self.recent.items())[_RECENT // 2 :])
 
     def _pack_recent(self, number: int) -> list[bytes]:
-        """The first recent agents, packed."""
         first = list(self.recent.items())[:number]
         return [_AGENT.pack(name, agent.depth, agent.first, agent.last) for name, agent in first]
 
     def _take_older(self, name: bytes) -> _Agent | None:
-        """Take out an older agent; None if it is unknown."""
         at = self._find_older(name)
         if at < 0:
             return None
@@ -194,14 +191,12 @@ class Tree:
         return _Agent(depth, first, last)
 
     def _find_older(self, name: bytes) -> int:
-        """The offset of an older agent; -1 if it is unknown."""
         at = self.older.find(name)
         while at >= 0 and at % _SIZE:
             at = self.older.find(name, at + 1)
         return at
 
     def _find_depth(self, parent: bytes) -> int:
-        """The depth of a new agent, given the one that started it."""
         if not parent:
             return 1
         depth: int = _UNKNOWN_DEPTH - 1

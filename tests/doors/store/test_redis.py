@@ -25,17 +25,16 @@ from extproc.errors import StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import known_refusals, open_store
-from extproc.store.backend import RedisBackend
+from extproc.store.backend import RedisBackend, write_keys
 from extproc.store.client import make_access
 from extproc.store.credentials import ProvidedCredentials
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.link import ServerAddress
 from extproc.store.pending import Pending
-from extproc.store.resp import write_keys, write_word
 from extproc.store.rules.documents import BOARDS, KINDS, ORDERS
 from extproc.store.rules.session import Step
 from extproc.store.rules.windows import Count, Hit
-from extproc.store.scripts import count_call
+from extproc.store.scripts import count_call, write_word
 from extproc.store.shard import Shard
 from extproc.store.topology import Layout, ShardServers
 from tests.support import ROOT
