@@ -11,11 +11,42 @@
 -- only collects garbage. The arithmetic is that of windows.py, request by request.
 
 local ANSWER = '>I8BI8I8I8'
-local GARBAGE_MS = 1000
+local GARBAGE_MS, CHUNK = 1000, 500
 
 local clock = redis.call('TIME')
 local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers = {}
+
+local function read(key, place) return tonumber(redis.call('LINDEX', key, place)) or 0 end
+
+local function pop(key, number)
+  local popped = redis.pcall('LPOP', key, number)
+  if not popped.err then return popped end
+  popped = {} -- before Redis 6.2, one at a time
+  for place = 1, number do popped[place] = redis.call('LPOP', key) end
+  return popped
+end
+
+local function shift(key, number, ahead)
+  local times = pop(key, number)
+  for place, time in ipairs(times) do times[place] = string.format('%.0f', (tonumber(time) or 0) - ahead) end
+  for at = 1, number, CHUNK do redis.call('RPUSH', key, unpack(times, at, math.min(at + CHUNK - 1, number))) end
+end
+
+local function drop_old(key, number, until_ms) -- and how many stay; a client chooses how many there are, so no loop over them
+  if read(key, 0) > until_ms then return number end
+  if read(key, -1) <= until_ms then
+    redis.call('DEL', key)
+    return 0
+  end
+  local gone, kept = 0, number - 1 -- the first place that stays is between them
+  while gone < kept do
+    local middle = math.floor((gone + kept) / 2)
+    if read(key, middle) <= until_ms then gone = middle + 1 else kept = middle end
+  end
+  pop(key, gone)
+  return number - gone
+end
 
 for i, key in ipairs(KEYS) do
   local at = #ARGV == 7 and 0 or (i - 1) * 7
@@ -35,22 +66,15 @@ for i, key in ipairs(KEYS) do
     before = 0
   else
     cooling = tonumber(redis.call('LPOP', key)) or 0
-    local ahead = before > 0 and (tonumber(redis.call('LINDEX', key, -1)) or 0) - now or 0
+    local ahead = before > 0 and read(key, -1) - now or 0
     if ahead >= window then -- the clock was set back
       redis.call('DEL', key)
       before = 0
     elseif ahead > 0 then
-      for _ = 1, before do
-        redis.call('RPUSH', key, string.format('%.0f', (tonumber(redis.call('LPOP', key)) or 0) - ahead))
-      end
+      shift(key, before, ahead)
     end
-    while before > 0 do
-      oldest = tonumber(redis.call('LINDEX', key, 0)) or 0
-      if now < oldest + window then break end
-      redis.call('LPOP', key)
-      before = before - 1
-    end
-    if before == 0 then oldest = now end
+    if before > 0 then before = drop_old(key, before, now - window) end
+    if before > 0 then oldest = read(key, 0) end
   end
 
   local ahead = cooling - cooldown - now
@@ -69,7 +93,7 @@ for i, key in ipairs(KEYS) do
     redis.call('RPUSH', key, string.format('%.0f', now))
     if before == count_to then
       redis.call('LPOP', key)
-      oldest = tonumber(redis.call('LINDEX', key, 0)) or 0
+      oldest = read(key, 0)
     else
       before = before + 1
     end
@@ -78,7 +102,7 @@ for i, key in ipairs(KEYS) do
   local stands, enough = cooling - now, threshold
   if not count_refused and cooldown == 0 then enough = threshold - 1 end -- else the next one trips
   if before >= enough then -- until the oldest one that is needed is too old
-    stands = math.max(stands, (tonumber(redis.call('LINDEX', key, -enough)) or 0) + window - now)
+    stands = math.max(stands, read(key, -enough) + window - now)
   end
   redis.call('LPUSH', key, string.format('%.0f', cooling))
   redis.call('PEXPIRE', key, string.format('%.0f', math.max(window, cooling - now) + GARBAGE_MS))

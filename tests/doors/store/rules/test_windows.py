@@ -83,6 +83,17 @@ def test_counts_are_as_the_cases_say(store: Driver, case: str) -> None:
     assert [store.count([hit], now)[0] for now in times] == [Count(*answer) for answer in expected]
 
 
+def test_a_long_log_loses_what_is_too_old(store: Driver) -> None:
+    """A part of it at once, and all of it after a while; also on a clock that was set back."""
+    hit = make_hit("sliding_log", threshold=1_000, count_to=1_000)
+    times = [*range(10_000, 13_000, 3), 21_500, 21_501, 18_000, 40_000]
+
+    answers = [store.count([hit], now)[0] for now in times]
+
+    assert answers == oracle(hit, times)
+    assert [answer.count for answer in answers[-5:]] == [1_000, 500, 501, 502, 1]
+
+
 def test_hits_of_one_request_are_counted_in_one_go(store: Driver) -> None:
     """Answers come in the order of the hits, each key counted for itself."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
