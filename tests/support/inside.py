@@ -83,7 +83,7 @@ IMPORTED = {
         changing history names rates session_limits
     """,
     "store": """
-        backend care client credentials key_sharing known_refusals link memory pending pushes redis remote replicas resp
+        backend care client credentials key_sharing known_refusals link memory pending pushes redis remote replicas
         rules scripts shard side_connections topology
     """,
     "store/rules": """
