@@ -1,8 +1,13 @@
-"""Nearly valid bodies of every API, and a check of edits by Python's own JSON parser."""
+"""Nearly valid bodies of every API, and a check of edits by Python's own JSON parser.
+
+`python -m tests.support.edit_fuzzer 1000000` tries a million.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from random import Random
@@ -13,6 +18,7 @@ from extproc.apis.places import Place, add_notes
 from extproc.ext_proc.changes.edits import NotEdited, edit
 from extproc.ext_proc.changes.narrow import Tools, narrow
 from extproc.ext_proc.changes.steer import MAX_PLACES
+from extproc.request.document import limit_integers
 from extproc.request.http import HttpRequest
 from extproc.request.patch import Patch
 
@@ -21,6 +27,7 @@ _WRITTEN: Final = json.dumps(NOTE)[1:-1]
 _REASONS: Final = {"not_json", "ambiguous_body", "inspect_limit", "no_messages", "no_result", "no_choice"}
 """Why a body may stay as it is; one that could not be verified has been changed wrongly before."""
 
+_ASSISTANTS: Final = {"assistant", "model", "ai"}
 _REQUEST: Final = HttpRequest("POST", "/v1/x")
 
 Value: TypeAlias = Any
@@ -273,6 +280,8 @@ def check_steer(body: bytes) -> str:
     found = list(_find_notes(old_value, new_value))
     if len(found) != len(places):
         raise WrongEditError(f"{len(found)} notes in {len(places)} places")
+    for path in found:
+        _check_path(old_value, path)
     if not _is_rest(body.decode("utf-8", "surrogateescape"), new.decode("utf-8", "surrogateescape").split(_WRITTEN)):
         raise WrongEditError("other bytes have changed")
     return "steered" if places else "no_result"
@@ -345,6 +354,68 @@ def _find_in_list(old: list[Value], new: list[Value], path: Path) -> Iterator[Pa
         yield from _find_notes(one, other, (*path, number))
     if len(new) > len(old):
         yield (*path, len(old), "text")
+
+
+_CONTENT: Final = ("content", "parts", "output")
+_RESPONSE: Final = ("functionResponse", "function_response")
+
+
+def _check_path(body: Value, path: Path) -> None:
+    """Check that a note is in the newest messages, in a text or result that may have one."""
+    rest = path[1:] if path[:2] == ("request", "contents") else path
+    if rest == ("input",):
+        return
+    conversation = _follow(body, path[: len(path) - len(rest) + 1])
+    place, inner = rest[1], rest[2:]
+    if rest[0] not in {"messages", "input", "contents"} or not isinstance(place, int) or inner[0] not in _CONTENT:
+        raise WrongEditError(f"a note at {path}")
+    if any(_is_assistant(message) for message in conversation[place:]):
+        raise WrongEditError(f"a note before an assistant's message at {path}")
+    for block in _follow_blocks(conversation[place], inner):
+        if block is None:
+            raise WrongEditError(f"a note at {path}")
+
+
+def _follow_blocks(message: Value, inner: Path) -> Iterator[Value]:
+    content, rest = _follow(message, inner[:1]), inner[1:]
+    if not rest:
+        yield content
+        return
+    block: Value = content[rest[0]] if int(rest[0]) < len(content) else "new"
+    kind = rest[1]
+    if rest[1:] == ("text",):
+        yield block
+    elif kind == "content" and dict(block).get("type") == "tool_result":
+        yield from _follow_text(dict(block).get("content"), rest[2:])
+    elif kind == "toolResult" and rest[2] == "content":
+        yield from _follow_text(_follow(block, rest[1:3]), rest[3:])
+    elif kind in _RESPONSE and rest[2] == "response" and len(rest) == 4:
+        yield block
+    else:
+        yield None
+
+
+def _follow_text(content: Value, rest: Path) -> Iterator[Value]:
+    if not rest:
+        yield "new" if content is None else content if isinstance(content, str) else None
+    else:
+        yield content if len(rest) == 2 and rest[1] == "text" else None
+
+
+def _is_assistant(message: Value) -> bool:
+    if not isinstance(message, Members):
+        return False
+    fields = dict(message)
+    kind = fields.get("type")
+    if isinstance(fields.get("role"), str) and fields["role"] and type(fields["role"]) is str:
+        return fields["role"] in _ASSISTANTS
+    return "call_id" in fields and type(kind) is str and kind.endswith("_call")
+
+
+def _follow(value: Value, path: Path) -> Value:
+    for step in path:
+        value = dict(value)[str(step)] if isinstance(value, Members) else value[step]
+    return value
 
 
 _KEYS: Final = ('"content":"', '"gateway_note":"', '"gateway_note_":"')
@@ -463,9 +534,32 @@ def _skip(text: str, place: int, mark: str) -> int:
     return place
 
 
+# --- by hand
+
+
 def try_one(seed: int) -> list[str]:
     """Edit the body of a seed in three ways. Returns the outcome; raises WrongEditError if one is wrong."""
     body = Writer(Random(seed)).bytes()
     with suppress(ValueError):
         return [f"steer {check_steer(body)}", *[f"narrow {check_narrow(body, gone)}" for gone in (frozenset({"f"}), None)]]
     raise WrongEditError("an error of another kind")
+
+
+def main(examples: int, first: int = 0) -> int:
+    limit_integers()
+    found: Counter[str] = Counter()
+    wrong = 0
+    for seed in range(first, first + examples):
+        try:
+            found.update(try_one(seed))
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is a finding
+            wrong += 1
+            print(f"seed {seed}: {type(error).__name__}: {error}\n  {Writer(Random(seed)).bytes()!r}", flush=True)
+        if (seed + 1 - first) % 100_000 == 0:
+            print(f"{seed + 1 - first} tried, {wrong} wrong", flush=True)
+    print(f"{examples} tried, {wrong} wrong; {dict(found.most_common())}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

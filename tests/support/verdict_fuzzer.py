@@ -1,9 +1,16 @@
-"""Random conversations, judged by the engine and by the plain rules in `verdicts.py`."""
+"""Random conversations, judged by the engine and by the plain rules in `verdicts.py`.
+
+`python -m tests.support.verdict_fuzzer --count 100000 --seed 1` tries many.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
+from time import monotonic
 from typing import Final
 
 from extproc.decision import Repeat
@@ -136,3 +143,43 @@ def try_remembered(dice: Random, *, chained: bool) -> None:
     if found != expected:
         end = [one == other for one, other in zip(found, expected, strict=True)].index(False) + 1
         raise OtherVerdictError(found[end - 1], expected[end - 1], rules, shape, turns[:end])
+
+
+_KINDS: Final[list[tuple[int, Callable[[Random], None]]]] = [
+    (12, try_alone),
+    (6, try_tools),
+    (1, partial(try_remembered, chained=False)),
+    (1, partial(try_remembered, chained=True)),
+]
+"""What is tried, with how often; what a store remembers takes long, because each request of a conversation is judged."""
+
+_PROGRESS_SECONDS: Final = 20
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.verdict_fuzzer", description=__doc__)
+    parser.add_argument("--count", type=int, default=1_000, help="conversations to try")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="other seeds make other conversations; a difference names its conversation"
+    )
+    given = parser.parse_args(arguments)
+    kinds, weights = [kind for _, kind in _KINDS], [weight for weight, _ in _KINDS]
+    told = monotonic()
+    for number in range(given.count):
+        name = f"{given.seed}.{number}"
+        dice = Random(name)
+        try:
+            dice.choices(kinds, weights)[0](dice)
+        except Exception as error:  # noqa: BLE001  # whatever it is, its number is told
+            sys.stdout.write(f"conversation {name}: {type(error).__name__}: {error}\n")
+            return 1
+        if monotonic() - told > _PROGRESS_SECONDS:
+            told = monotonic()
+            sys.stdout.write(f"{number + 1} of {given.count} conversations\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{given.count} conversations have the verdicts of the second statement\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
