@@ -228,7 +228,7 @@ def test_loaded_policies_are_frozen_for_the_garbage_collector(place: Place) -> N
 
 
 def count_models() -> int:
-    """The objects of policy files, as they are validated, that are still there."""
+    """The number of validated documents that are still in memory."""
     gc.unfreeze()
     return sum(JsonObject in type(thing).__mro__ for thing in gc.get_objects())  # pydantic's isinstance takes a second
 
@@ -407,7 +407,7 @@ class Parses:
     """Notes which files are parsed; can make one of them wait or fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In place of the real one, which it calls."""
+        """Replace the real parser, which this calls."""
         self.files: list[str] = []
         self.held = self.failing = ""
         self.go_on = threading.Event()

@@ -86,7 +86,7 @@ FOREVER = again([CHECK])
 
 
 def while_offered(gate: Gate, user: str) -> Script:
-    """A model that keeps calling tools, one after the other, while it may, and then says what it knows."""
+    """A model that calls the offered tools in turn, and answers when none is offered."""
 
     def answer(number: int) -> Answer:
         tools = list_offered(json.loads(gate.model.bodies[user]))
@@ -193,7 +193,7 @@ def test_concurrent_runs_of_two_callers_are_separate(gate: Gate, name: str) -> N
         gate.model.scripts[key] = FOREVER
 
     def run(key: str, number: int) -> tuple[int, str]:
-        """The text that an agent's run ends with."""
+        """The number of calls of the tool, and what ended the run."""
         results: list[str] = []
 
         def check() -> str:

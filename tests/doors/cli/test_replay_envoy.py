@@ -1,8 +1,10 @@
-"""Traffic through the real Envoy, and its access log replayed with the policies that decided it."""
+"""Access logs of the real Envoy, replayed with the policies that decided them, and the memory of a replay."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
+from tests.support.access_logs import USER, make_record, write_lines
 from tests.support.command import written
 from tests.support.documents import bundle, policy
+from tests.support.engine import ANY
 from tests.support.harness import Stack, eventually, stack
 
 KEYS = ["header:x-user-id", "ip:address"]
@@ -115,3 +119,24 @@ def test_show_callers_records_names_and_live_fingerprints(tmp_path: Path, capsys
 
     assert entry["loop_record"]["headers"]["x-user-id"] == "ann"
     assert (entry["fingerprint"], entry["tenant"]) in [(item["fingerprint"], item["tenant"]) for item in worst]
+
+
+@pytest.mark.deep
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    """Ten times the log, with ten times the callers, paths and loops, needs less than 20 MB more."""
+    (tmp_path / "policies.json").write_text(json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER))))
+    peaks = []
+    for count in (5_000, 50_000):
+        log = tmp_path / "access.log"
+        log.write_bytes(write_lines(make_record(n / 300, f"u{n // 3}", path=f"/v1/{n // 3}") for n in range(count)))
+        code = (
+            "import re, sys; from extproc.cli.main import main; main(sys.argv[1:]);"
+            # Of this program alone: getrusage() begins with what the process was before, a copy of the one that tests.
+            "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr)"
+        )
+        arguments = ["replay", "--policy", str(tmp_path / "policies.json"), "--json", str(log)]
+        done = subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["policies"][0]["loops"] == count // 3
+        peaks.append(int(done.stderr.split()[-1]) / 1024)
+
+    assert peaks[1] - peaks[0] < 20

@@ -255,12 +255,12 @@ class Slow(FailingStore):
         self._answers: list[Any] = []
 
     def waits_for(self, *pending: Pending | None) -> list[Any]:
-        """Let the next questions wait, but for None; returns the list that their answers are appended to."""
+        """Make the next calls wait for these, None for no wait; returns the list of their answers."""
         self._waiting = [*pending]
         return self._answers
 
     def hit(self, hits: Any, now: int | None = None) -> Any:  # noqa: ANN401  # questions, and answers to come
-        """Answer at once, unless requests are to wait."""
+        """Answer at once unless calls are to wait."""
         answers = self._memory.hit(hits, now)
         if not self._waiting:
             return answers
@@ -316,7 +316,7 @@ def test_cancelled_task_pays_nothing(answered: tuple[int, ...]) -> None:
 
 
 class HalfAway(FailingStore):
-    """A store of two servers, of which one is away: that of the second rule."""
+    """A store of two servers; the one with the second rule is down."""
 
     def __init__(self) -> None:
         super().__init__("no key")

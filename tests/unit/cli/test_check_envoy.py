@@ -81,7 +81,6 @@ def dropping(code: str, pointer: str) -> tuple[list[Edit], str, str]:
 
 
 def older(document: Json) -> None:
-    """Write it as Envoy Gateway does: the filter is off, and a route turns it on with its whole configuration."""
     find(document, FILTER)["processing_mode"] = find(document, PER_ROUTE).pop("processing_mode")
     find(document, f"{MANAGER}/http_filters/0")["disabled"] = True
     on = find(document, f"{GUARDED}/typed_per_filter_config")
@@ -393,7 +392,6 @@ def add_another_loopguard(document: Json) -> None:
     find(document, f"{MANAGER}/http_filters").insert(0, {"name": "loopguard-too", "typed_config": config})
 
 
-ALL_PATHS = bundle(policy("all", {"pathPrefix": "/"}, action="throttle"))
 NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
     "claims that are not verified": (keyed("jwt:org"), [], ["jwt"]),
     "claims": (keyed("jwt:org"), [with_jwt(0, payload_in_metadata="claims")], []),
@@ -482,64 +480,12 @@ def test_policies_decide_which_settings_are_needed(policies: Json, edits: list[E
 
 # ---- Forms of configurations
 
-EDGE = """
-static_resources:
-  listeners:
-    name: edge
-    address: {socket_address: {address: 0.0.0.0, port_value: 8443}}
-    per_connection_buffer_limit_bytes: 32768
-    filter_chains:
-      filters:
-        name: envoy.filters.network.http_connection_manager
-        typed_config:
-          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
-          use_remote_address: true
-          normalize_path: true
-          merge_slashes: true
-          path_with_escaped_slashes_action: UNESCAPE_AND_REDIRECT
-          request_timeout: 300s
-          stream_idle_timeout: 300s
-          http2_protocol_options: {max_concurrent_streams: 100, initial_stream_window_size: 65536}
-          http_filters:
-          - name: picker
-            typed_config:
-              "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
-              grpc_service: {envoy_grpc: {cluster_name: endpoint-picker}}
-              processing_mode: {request_body_mode: FULL_DUPLEX_STREAMED, response_body_mode: FULL_DUPLEX_STREAMED}
-          - name: envoy.filters.http.router
-          route_config:
-            virtual_hosts:
-              name: local
-              domains: "*"
-              routes:
-              - match: {prefix: /models}
-                route: {cluster: models, idle_timeout: 15s}
-              - match: {prefix: /}
-                direct_response: {status: 403}
-  clusters:
-    name: models
-"""
-"""As Envoy's own page on edges advises: small limits, and a filter of another vendor. Lists of one are no lists."""
 
+def test_single_object_stands_for_a_list_of_one() -> None:
+    document = edited(good(), put(LIMIT, 32_768))
+    (document["static_resources"]["listeners"],) = document["static_resources"]["listeners"]
 
-def test_small_limits_of_an_edge_are_found() -> None:
-    document, ours = yaml.safe_load(EDGE), good()
-    before = codes(document)
-    manager = document["static_resources"]["listeners"]["filter_chains"]["filters"]["typed_config"]
-    manager["early_header_mutation_extensions"] = find(ours, f"{MANAGER}/early_header_mutation_extensions")
-    manager["http_filters"].insert(1, find(ours, f"{MANAGER}/http_filters")[0])
-    host = manager["route_config"]["virtual_hosts"]
-    host["response_headers_to_add"] = find(ours, f"{HOST}/response_headers_to_add")
-    host["routes"][0]["typed_per_filter_config"] = find(ours, f"{GUARDED}/typed_per_filter_config")
-    document["static_resources"]["clusters"] = [find(ours, CLUSTER)]
-
-    place = "/static_resources/listeners/filter_chains/filters/typed_config"
-    assert before == ["nothing-guarded"]
-    assert [item for item in found(document, ALL_PATHS) if item[2]] == [
-        ("buffer-limit", "/static_resources/listeners/per_connection_buffer_limit_bytes", True),
-        ("http2-window", f"{place}/http2_protocol_options/initial_stream_window_size", True),
-        ("idle-timeout", f"{place}/route_config/virtual_hosts/routes/0/route/idle_timeout", True),
-    ]
+    assert found(document) == [("buffer-limit", "/static_resources/listeners/per_connection_buffer_limit_bytes", True)]
 
 
 def test_http3_bodies_are_limited_by_their_window() -> None:
@@ -623,7 +569,6 @@ def test_fields_in_camel_case_are_read() -> None:
 
 
 def resources(document: Json) -> Json:
-    """The same configuration as xDS delivers it."""
     manager = find(document, MANAGER)
     routes = manager.pop("route_config")
     manager["rds"] = {"route_config_name": routes["name"]}
@@ -789,7 +734,6 @@ PLAIN, ALIAS = ProbeRequest("HTTP/1.1", "/a"), ProbeRequest("dot segments", "/b/
 
 
 def noted(*counted: str, matched: tuple[str, ...] = ("p",), **left_out: str) -> dict[str, Any]:
-    """Loopguard's own record of a request."""
     return {"matched": [*matched], "counted": [*counted], "left_out": left_out}
 
 

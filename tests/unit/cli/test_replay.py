@@ -370,7 +370,7 @@ def test_usage_error_is_one_line(
 
 @dataclass
 class Tally:
-    """Something that is counted."""
+    """A counter."""
 
     count: int = 0
 

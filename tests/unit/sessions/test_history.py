@@ -8,16 +8,15 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.apis import open_conversation
 from extproc.detectors.chain import digest_tool, find_place
 from extproc.request.document import Document, NotCounted
 from extproc.sessions.history import RECORD, CallHistory, read_tool_calls
-from tests.support.examples import examples
 from tests.support.memory import forget, list_memos
-from tests.support.model_requests import BODIES, REQUESTS, spelled
+from tests.support.model_requests import BODIES, REQUESTS
 from tests.support.turn_writers import SHAPES, Did
 
 _WITH_IDS = ("anthropic", "bedrock", "chat", "responses")
@@ -31,12 +30,10 @@ every_shape_with_ids = pytest.mark.parametrize("shape", _WITH_IDS)
 
 
 def number(turns: Sequence[Sequence[tuple[str, dict[str, Any]]]], *, repeat: bool = False) -> list[Did]:
-    """Turns of these calls, whose ids are unique, or with `repeat` the same in every turn."""
     return [Did(tuple(calls), ("seen",) * len(calls), number=1 if repeat else at) for at, calls in enumerate(turns, 1)]
 
 
 def split(records: bytes) -> list[bytes]:
-    """The records without their last byte, the number of steps since the previous record."""
     return [records[start : start + RECORD - 1] for start in range(0, len(records), RECORD)]
 
 
@@ -93,14 +90,6 @@ def test_calls_with_ids_are_recognized_in_shortened_histories(shape: str, gone: 
     whole = number([*gone, *left])
 
     assert read(shape, whole[len(gone) :]) == read(shape, whole)[sum(map(len, gone)) :]
-
-
-@settings(max_examples=examples(20))
-@given(st.lists(st.lists(_CALLS, min_size=1, max_size=2), max_size=2), st.data())
-def test_spelling_of_json_does_not_change_records(turns: list[Any], data: st.DataObject) -> None:
-    value = SHAPES["anthropic"](number(turns))
-
-    assert split(read_calls(spelled(data.draw, value).encode()).records) == read("anthropic", number(turns))
 
 
 @given(_TURNS)
@@ -174,7 +163,6 @@ def test_results_count_as_calls_of_a_stored_history() -> None:
 
 
 def look(body: bytes) -> list[object]:
-    """What a request shows of its conversation: calls, and places in the chain."""
     conversation = open_conversation(Document(body))
     found = [find_place(conversation, prefilled=prefilled) for prefilled in (False, True)]
     calls = read_calls(body)
@@ -186,7 +174,6 @@ SPELLINGS = count()
 
 
 def look_afresh(body: bytes) -> list[object]:
-    """The same for a spelling that was never seen, so that no memo helps."""
     space = f"{next(SPELLINGS):b}".replace("0", " ").replace("1", "\t")
     return look(json.dumps(json.loads(body), separators=(f",{space}", f":{space}")).encode())
 

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from extproc.errors import StoreError
-from extproc.ext_proc.stream import Stream
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.support.documents import policy
 from tests.support.engine import ANY
-from tests.support.messages import body, headers
-from tests.support.service import FailingStore, RecordingStore, make_service, metadata_of, receive, sample
-from tests.support.sessions import STUCK, USER, agents, ask, send, send_all, turn
+from tests.support.service import FailingStore, make_service, metadata_of, sample
+from tests.support.sessions import STUCK, agents, ask, send, send_all, turn
 from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
 
 
@@ -135,32 +133,6 @@ def test_plain_prompt_has_no_history() -> None:
 
     assert send_all(service, [json.dumps({"prompt": "Go on."}).encode()] * 3, session_id="s") == [200] * 3
     assert sample(service, "uncounted_total", policy="agents", reason="no_history") == 3
-
-
-def read_keys(scope: str = "", **spec: Any) -> list[str]:  # noqa: ANN401  # of the policy
-    store = RecordingStore()
-    service = make_service(agents(**spec), store=store)
-    stream = Stream(service, [("x-loopguard-scope", scope)] if scope else ())
-    named: dict[str, Any] = {**USER, "session_id": "s" * (60_000 if scope else 1)}
-    receive(stream, headers(**named))
-    receive(stream, body(turn(1)))
-    stream.close()
-    return store.keys
-
-
-def test_key_of_a_ring_has_bounded_parts() -> None:
-    chain, short = read_keys()
-    _, long = read_keys("edge")
-    _, shadow = read_keys(mode="shadow")
-
-    start, tenant, session = short.rsplit(":", 2)
-    assert start == "ring:agents:default:"
-    assert len(tenant) == len(session) == 16
-    assert len(long) == len(short) + len("edge")
-    assert shadow == f"shadow:{short}"
-    start, node, own = chain.rsplit(":", 2)
-    assert start == f"chain2:agents:default::{session}"
-    assert (len(node), own) == (32, tenant)
 
 
 def test_ring_expires_with_its_session() -> None:

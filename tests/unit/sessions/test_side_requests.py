@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import pytest
@@ -81,22 +80,6 @@ def test_side_request_is_no_step(most: int, requests: Sequence[bytes], expected:
 
     assert [status(ask(service, data)) for data in requests] == expected
     assert used(service) == counted
-
-
-@pytest.mark.deep
-def test_steps_stay_exact_among_side_requests() -> None:
-    for seed in range(60):
-        order = Random(seed)
-        service, most = make_service(limited(max_steps=1_000)), 0
-        sent = [TITLE] * order.randint(0, 2)
-        for number in range(order.randint(1, 30)):
-            sent.append(turns(number))
-            most += 1
-            sent += [
-                order.choice([TITLE, SUMMARY, compact(number), say(str(order.random()))]) for _ in range(order.randint(0, 3))
-            ]
-        assert {status(ask(service, data)) for data in sent} == {200}
-        assert used(service)[0] == most, seed
 
 
 def test_unnamed_side_requests_are_separate_conversations() -> None:

@@ -24,7 +24,7 @@ LEFT = "downstream_remote_reset"
 
 
 class Sent(NamedTuple):
-    """A request, and what becomes of it.
+    """A request and its outcome.
 
     Attributes:
         named: it says who pays.
@@ -62,14 +62,14 @@ class Sent(NamedTuple):
 
     @property
     def said(self) -> int:
-        """What its answers say or show to have been used; nothing if an error, or nothing at all, came back."""
+        """The tokens that its responses report or show; 0 after an error or no response."""
         if self.outcome in ("error", "unsent", "left before"):
             return 0
         return self.prompt + self.output
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What Envoy logs about it."""
+        """Its entry in the access log."""
         told = {"input": self.prompt, "output": self.output}
         sizes = (self.size + 80, self.output * 4 + 100)
         streamed = {"sizes": (sizes[0], self.output * (4 + self.air)), "headers": STREAM}
@@ -112,7 +112,7 @@ REQUESTS = st.lists(
 
 
 class Replicas:
-    """Two replicas on one store, and a budget of a day for each caller; those without a name share one."""
+    """Two replicas on one store, with a daily budget for each caller; callers without a name share one."""
 
     def __init__(self, budget: int, **spec: Any) -> None:  # noqa: ANN401  # keys of a spec
         made = rule("cost_based", budget=budget, cost_key="usage:tokens", period="1d", staged_actions=REJECT)
@@ -120,7 +120,7 @@ class Replicas:
         self.replicas = [make_service(limited(made, **spec), store=store) for _ in range(2)]
 
     def send(self, sent: Sent, replica: int) -> bool:
-        """One request and what becomes of it; returns whether it passed."""
+        """Send a request, and report its outcome; returns whether it passed."""
         limit = {"max_tokens": sent.most} if sent.most else {}
         content = chat("x" * sent.size, stream=True, n=sent.samples, **limit)
         answer = ask(self.replicas[replica], "k" if sent.named else "", CHAT + sent.path, content)
@@ -131,7 +131,7 @@ class Replicas:
         return True
 
     def read_charge(self, key: str, budget: int) -> int:
-        """What a caller has paid; what the question takes is given back."""
+        """What a caller has paid; the request that reads it is given back."""
         answer = ask(self.replicas[0], key, content=chat("", max_tokens=1))
         if refused(answer):
             return budget - int(headers_of(answer)["RateLimit-Remaining"])

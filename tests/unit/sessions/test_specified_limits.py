@@ -21,8 +21,7 @@ from tests.support.service import decoded, exchange, headers_of, make_service, m
 from tests.support.session_limits import ask, changed, describe, limit_of, limited, settle, status, told, turns
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
-Calls = Sequence[tuple[str, int]]
-"""The calls of one answer: tools, each with a number as its argument."""
+Calls = Sequence[tuple[str, int]]  # of one answer: tools, each with a number as its argument
 
 PHASES = ("search", "collect", "scan")
 
