@@ -143,7 +143,7 @@ CLIENTS: dict[str, Callable[[str, Mapping[str, str]], AbstractAsyncContextManage
 }
 
 
-@pytest.fixture(params=[("mcp", "mcp"), ("fastmcp", "mcp-handshake"), ("fastmcp", "fastmcp")], ids="-".join)
+@pytest.fixture(params=[("mcp", "mcp-handshake"), ("fastmcp", "mcp"), ("fastmcp", "fastmcp")], ids="-".join)
 def use(request: pytest.FixtureRequest, gates: dict[str, Stack], user: dict[str, str]) -> Callable[..., list[Result]]:
     """Calls tools in one session, and lists the tools before and after."""
     server, client = request.param

@@ -185,14 +185,14 @@ def test_absurd_usage_pays_the_reservation(told: dict[str, Any]) -> None:
     assert [found["reason"] for found in make_report(view, STATE, {}, 0)["findings"]] == ["absurd_usage"]
 
 
-TOKENS = rule("cost_based", budget=10**9, period="1d", cost_key="usage:output", staged_actions=REJECT)
+ANSWERS = rule("cost_based", budget=10**9, period="1d", cost_key="usage:output", staged_actions=REJECT)
 HELLO = [{"role": "user", "content": "hello"}]
 GEMINI = "/v1beta/models/gemini-2.5-pro:generateContent"
 CONTENTS = [{"role": "user", "parts": [{"text": "hello"}]}]
 
 
 def reserve(path: str, body: dict[str, Any]) -> int:
-    service, _ = serve(limited(TOKENS))
+    service, _ = serve(limited(ANSWERS))
     (described,) = json.loads(metadata_of(ask(service, path=path, content=json.dumps(body).encode()))["sessions"])
     return int(described["budgets"][0][3]) // PERIOD_UNITS
 

@@ -65,22 +65,3 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
     assert complete("") >= {*COMMANDS}
     assert {line: complete(line) for line in expected} == expected
-
-
-@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed: what it completes is NOT tested")
-def test_fish_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    lines = "; ".join(f"complete -C '{line}'" for line in ("loopguard to", "loopguard top --on", "loopguard top --sort s"))
-    program = f"source {make_script('fish', capsys, tmp_path)}; {lines}"
-
-    completed = run_shell("fish", "--no-config", "-c", program)
-
-    assert [line.split("\t")[0] for line in completed.splitlines()] == ["top", "--once", "spared"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed: whether it completes is NOT tested")
-def test_zsh_finds_the_script_in_its_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    make_script("zsh", capsys, tmp_path).rename(tmp_path / "_loopguard")
-    program = f"fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -d {tmp_path}/dump; print -r -- $_comps[loopguard]"
-
-    assert "_loopguard" in run_shell("zsh", "-fc", program)
