@@ -1,4 +1,4 @@
-"""What makes two requests identical: all bytes, a body's meaning, the prompt, the last messages, or calls and results."""
+"""Similarities: what makes two requests identical, such as all bytes, the last messages, or calls and results."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ KINDS: dict[str, type[Similarity]] = {
 
 
 def make_similarity(keys: SimilarityKeys) -> Similarity:
-    """Make the similarity of a loop_detection entry."""
+    """Create the similarity of a loop_detection entry."""
     return KINDS[keys.similarity](keys)

@@ -1,8 +1,9 @@
-"""Reads what an assistant does, without its thoughts: its tool calls, or the action that it writes as text.
+"""Reads an assistant's action, without its thoughts: its tool calls, or an action written as text.
 
-Agents without tool calls write their action as text. The search order is: the last fenced code block, JSON objects with an
-action or a tool, then XML-like tags or a ReAct line, whichever is last. A text that is JSON as a whole, or a tag around the
-code block, comes first, because the block is only part of it.
+Agents without tool calls write their action as text. The search order is: the last fenced code
+block, JSON objects with an action or a tool, then XML-like tags or a ReAct line, whichever is last.
+A text that is JSON as a whole, or a tag around the code block, comes first, because the block is
+only part of it.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _THOUGHT_TAGS: Final = ("think", "thinking", "thought", "thoughts", "reasoning",
                  "explanation", "discussion", "scratchpad", "memory", "observation")  # fmt: skip  # one list
 
 _MAX_MARKED: Final = 65_536
-"""Longest text to search for an action, in characters; a longer one is compared as a whole."""
+"""Maximum length of a text to search for an action, in characters; a longer one is compared as a
+whole."""
 
 _TRIES: Final = 8
-"""Number of false starts, such as a brace without JSON, after which a search stops, to bound its time."""
+"""Number of false starts, such as a brace without JSON, after which a search stops, to bound its
+time."""
 
 _MAX_FENCES: Final = 1_000
 _MAX_TAGS: Final = 1_000
@@ -66,12 +69,13 @@ _scan_json: Final = json.JSONDecoder().raw_decode
 
 
 class AssistantAction:
-    """What an assistant does in one turn; never changed.
+    """The assistant's action in one turn; immutable.
 
     Attributes:
-        names: the tools, or the first word of an action in text; empty if it only says something.
-        spelled: the whole action in canonical spelling; equal bytes mean equal actions.
-        places: index of each call in `spelled`, by id, or by `number_id` if it has none; empty without calls.
+        names: the tools, or the first word of an action in text; empty for mere text.
+        spelled: the canonical form of the whole action; equal bytes mean equal actions.
+        places: index of each call in `spelled`, by id, or by `number_id` without one; empty without
+            calls.
         size: length of the action, in bytes.
     """
 
@@ -83,21 +87,21 @@ class AssistantAction:
 
 
 def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
-    """The action in an assistant's message.
+    """The action in an assistant message.
 
     Args:
         parts: the message's parts.
         ignored: names of arguments that are thoughts.
 
     Raises:
-        NotCounted: it cannot be read.
+        NotCounted: it is unreadable.
     """
     calls = [part for part in parts if part.kind == CALL]
     if calls:
         return _read_calls(calls, ignored)
     others = [write_canonical(open_value(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join(list_texts(parts)), ignored)
-    size = len(spelled) - spelled.find(_SEPARATOR) - 1  # without the kind of action at its start
+    size = len(spelled) - spelled.find(_SEPARATOR) - 1  # without the prefix for the kind of action
     return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, size)
 
 
@@ -112,7 +116,7 @@ def read_failed_call(text: str) -> AssistantAction | None:
 
 
 def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
-    """Calls made at once, as a set: order and duplicates do not matter."""
+    """Parallel calls, as a set: order and duplicates do not matter."""
     if len(calls) == 1:
         call = calls[0]
         one = spell_call(call, ignored)
@@ -127,12 +131,12 @@ def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
 
 
 def number_id(number: int) -> str:
-    """A substitute id for a call or result without one: some APIs match them by their order."""
+    """A substitute id for a call or result without one; some APIs match them by order."""
     return f"\0{number}"
 
 
 def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
-    """A call in canonical spelling: its tool, and its arguments without thoughts."""
+    """The canonical form of a call: its tool, and its arguments without thoughts."""
     value = read_arguments(call.value)
     if isinstance(value, dict):
         value = dict(reduce_arguments(value, call.name, ignored))
@@ -140,7 +144,10 @@ def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
 
 
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
-    """The first word of the action in a text, and the action in canonical spelling; without an action, no word and the text."""
+    """The first word of the action in a text, and the canonical action.
+
+    Without an action, no word and the text.
+    """
     if len(text) > _MAX_MARKED:
         return "", _TEXT + _SEPARATOR + fold(text)
     text = _cut_thoughts(text).strip() or text.strip()
@@ -190,9 +197,10 @@ def _read_code(code: str, language: str, ignored: frozenset[str]) -> tuple[str, 
 
 
 def _last_fence(text: str) -> tuple[int, int] | None:
-    """Where the content of the last code block starts and ends; an unclosed block ends with the text.
+    """The start and end of the last code block's content; an unclosed block ends with the text.
 
-    Inside a block, a fence that starts a line and has a word after it is content, as in a script that writes Markdown.
+    Inside a block, a fence that starts a line and has a word after it is content, as in a script
+    that writes Markdown.
     """
     found: tuple[int, int] | None = None
     opened, end = -1, 0
@@ -218,21 +226,21 @@ def _last_fence(text: str) -> tuple[int, int] | None:
 
 
 def _is_blank(text: str, place: int) -> bool:
-    """Whether only white space follows a place in its line."""
+    """Whether only blanks follow in the line."""
     while place < len(text) and text[place] in " \t\r":
         place += 1
     return place == len(text) or text[place] == "\n"
 
 
 def _starts_line(text: str, place: int) -> bool:
-    """Whether only blanks precede a place in its line."""
+    """Whether only blanks precede in the line."""
     while place > 0 and text[place - 1] in " \t":
         place -= 1
     return place == 0 or text[place - 1] == "\n"
 
 
 def _whole_json(text: str) -> dict[str, Json] | None:
-    """The JSON object that is the whole text; None if it is anything else."""
+    """The JSON object that is the whole text; None for anything else."""
     try:
         value = decode_json(text)
     except NotJson:
@@ -251,7 +259,7 @@ def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | Non
             _, end = _scan_json(text, place)
         except json.JSONDecodeError as error:
             tries -= 1
-            end = max(place + 1, error.pos)  # up to there, it is one broken object
+            end = max(place + 1, error.pos)  # the text up to the error is one broken object
         except (ValueError, RecursionError):
             break
         else:
@@ -269,7 +277,10 @@ def _acts(value: dict[str, Json]) -> bool:
 
 
 def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
-    """An object without thoughts. If its action is an object or a list, only that and keys for arguments are kept."""
+    """An object without thoughts.
+
+    If its action is an object or list, only that and argument keys remain.
+    """
     name = _name_of(value, ignored)
     acting = {key for key in _ACTION_KEYS if isinstance(value.get(key), dict | list)}
     if acting:
@@ -297,7 +308,10 @@ def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:
 
 
 def _tags(text: str) -> list[tuple[str, int, int]]:
-    """The outermost elements of a text, with start and end. If none is closed: the last unclosed one that starts a line."""
+    """The outermost elements of a text, with start and end.
+
+    If no element is closed: the last unclosed one that starts a line.
+    """
     found: list[tuple[str, int, int]] = []
     tries = _TRIES
     unclosed: list[tuple[str, int, int]] = []
@@ -339,14 +353,17 @@ def _react_line(text: str) -> re.Match[str] | None:
 
 
 def _read_react(text: str, line: re.Match[str]) -> tuple[str, bytes] | None:
-    """The action after an `Action:`, up to the next thought, or an observation that the model makes up."""
+    """The action after an `Action:`, up to the next thought or an observation invented by the model."""
     end = _REACT_END.search(text, line.end())
     action = text[line.end() : end.start() if end is not None else len(text)].strip()
     return (_first_word(action), _LINE + _SEPARATOR + fold(action)) if action else None
 
 
 def _cut_thoughts(text: str) -> str:
-    """A text without its elements for thoughts. A closing tag alone ends a thought that started with the text."""
+    """A text without its elements for thoughts.
+
+    A lone closing tag ends a thought that began with the text.
+    """
     if "<" not in text:
         return text
     for tag in _THOUGHT_TAGS:
@@ -382,6 +399,5 @@ def _cut_elements(text: str, opening: str, closing: str) -> str:
 
 
 def _first_word(text: str) -> str:
-    """The first word of a command."""
     found = _WORD.search(text, 0, 4 * MAX_NAME)
     return found.group()[:MAX_NAME] if found is not None else ""

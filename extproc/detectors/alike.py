@@ -1,6 +1,7 @@
-"""Similar texts: equal except for case and white space, or, for failing results, except for numbers.
+"""Similar texts: equal except for case and white space or, for failed results, except for numbers.
 
-Numbers of failures and passes are compared, and so are percentages: `3 failed` after `4 failed` is progress.
+Numbers of failures and passes are compared, and so are percentages: `3 failed` after `4 failed` is
+progress.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 from extproc.detectors.shapes import DIGIT, LONGEST_SHAPE, Stays, write_shapes
 
 _LONG: Final = 16_384
-"""Texts of this length or longer, in bytes, are not split into words."""
+"""Texts of at least this length, in bytes, are not split into words."""
 
 _ASCII_SPACE: Final = bytes(range(9, 14)) + bytes(range(28, 32))
 _OTHER_SPACES: Final = (
@@ -22,10 +23,10 @@ _FOLDED: Final = bytes.maketrans(
 )
 
 _NUMBERS_WITHIN: Final = 3_000
-"""First characters of a result, which lose their numbers; failures are reported early."""
+"""Only the first characters of a result lose their numbers; failures are reported early."""
 
 _OPENING: Final = 96
-"""First characters of results, which must be equal without digits: a fast check that tells most apart."""
+"""The first characters of results must be equal without digits: a quick check that excludes most."""
 
 _DIGITS: Final = b"0123456789"
 
@@ -36,9 +37,9 @@ _BEHIND_WORD: Final = "".join(
 )
 _WORDS: Final = "(?:error|fail|pass|problem|issue|warning|violation)"
 
-# Takes linear time: a match starts with the first digit of a number, and gives none back. Lookbehinds come after that digit,
-# because the engine finds digits fast, but would be slow to look back at every character. Before these, they look at the one
-# character that all of them need.
+# Takes linear time: a match starts with the first digit of a number and is possessive. Lookbehinds
+# come after that digit, because the engine finds digits fast, but would be slow to look back at
+# every character. Before these, they look at the one character that all of them need.
 _NUMBERS: Final = re.compile(
     rf"""
     [0-9](?<![0-9].)(?:
@@ -55,24 +56,24 @@ _STAYS: Final = Stays(_NUMBERS)
 
 
 def fold(text: str) -> bytes:
-    """A text in lower case, with each run of white space as one space, and none around it."""
+    """A text in lower case, with each run of white space as one blank, and trimmed."""
     if not text.isascii():
         for space in _OTHER_SPACES:
             if space in text:
                 text = text.replace(space, " ")
-        text = str.lower(text)  # written like this because mypyc's own text.lower() knows no final sigma before Python 3.13
+        text = str.lower(text)  # mypyc's own text.lower() knows no final sigma before Python 3.13
     folded = text.encode().translate(_FOLDED)
-    if folded.find(b"  ") < 0:  # takes longer than all of the above; `in` would raise an exception first
+    if folded.find(b"  ") < 0:  # slower than all of the above
         return folded.strip(b" ")
     if len(folded) < _LONG:
         return b" ".join(folded.split())
-    while b"  " in folded:  # slower for many words, but bounded: splitting a megabyte of them would take 50 ms
+    while b"  " in folded:  # bounded: splitting a megabyte of words would take 50 ms
         folded = folded.replace(b"  ", b" ")
     return folded.strip(b" ")
 
 
 def open_result(text: str) -> str:
-    """The start of a result without digits, of the same length even if its numbers have grown."""
+    """The start of a result without digits, of constant length even if its numbers grow."""
     return text[: 2 * _OPENING].encode().translate(None, _DIGITS).decode()[:_OPENING]
 
 

@@ -1,8 +1,9 @@
 """Which of a tool's arguments are compared.
 
-Agents that repeat a call reword some of its arguments, so these are left out: thoughts, remarks on a shell command, the purpose
-of a call, its own counters and clocks. An argument with such a name is compared if it is the content of the call: the only
-argument, an argument of a tool that records it, or a time that was chosen.
+Agents that repeat a call reword some of its arguments, so these are ignored: thoughts, remarks on a
+shell command, the purpose of a call, its counters and clocks. An argument with such a name is
+compared if it is the call's content: the only argument, an argument of a tool that records it, or a
+chosen time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ THOUGHTS: Final = frozenset(
         "toolSummary",
     }
 )
-"""Arguments for thoughts. `ignore_arguments` replaces them; purposes, counters and clocks are then compared."""
+"""Arguments for thoughts. `ignore_arguments` replaces them; purposes, counters and clocks are then
+compared."""
 
 _THINKERS = ("think", "thought", "reason", "reflect", "plan", "memor", "note", "expla", "analy")
 """If a tool's name contains one of these, and all of its arguments are thoughts, they are compared."""
@@ -61,7 +63,7 @@ _REMARKS = frozenset(
         "yield_time_ms",
     }
 )
-"""Arguments beside a shell command that state its purpose, or for how long or how much output the agent waits."""
+"""Arguments beside a shell command that state its purpose, a timeout, or a maximum output."""
 
 _PURPOSES = frozenset({"description", "explanation", "reason"})
 _ATTEMPTS = frozenset({"attempt", "attempt_number", "retry_count"})
@@ -92,7 +94,7 @@ _MINUTE: Final = 60
 
 
 def reduce_arguments(value: Mapping[str, Json], tool: str, ignored: frozenset[str]) -> Mapping[str, Json]:
-    """The arguments of a call that are compared, in the form in which they are compared.
+    """The compared arguments of a call, in the form in which they are compared.
 
     Args:
         value: the arguments.
@@ -149,7 +151,10 @@ def _without_remarks(value: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _is_shell(command: Json) -> bool:
-    """Whether a command has arguments; a single word, such as `create`, may say what to do with a tool's other arguments."""
+    """Whether a command has arguments.
+
+    A single word, such as `create`, may determine the meaning of other arguments.
+    """
     return isinstance(command, list) or (isinstance(command, str) and len(command.split(maxsplit=1)) > 1)
 
 
@@ -165,7 +170,7 @@ def _tidy_command(value: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _without_asides(value: Mapping[str, Json], words: frozenset[str]) -> Mapping[str, Json]:
-    """Remove a call's purpose, counters and clocks, if the rest says enough about the call."""
+    """Remove a call's purpose, counters and clocks, if enough remains to describe the call."""
     records = not words.isdisjoint(_RECORDING) and words.isdisjoint(_LOOKING)
     left = {key: item for key, item in value.items() if key not in _ATTEMPTS and (records or key not in _PURPOSES)}
     if not left:
@@ -189,12 +194,12 @@ def _is_chosen(time: Json) -> bool:
 
 
 def _split_name(tool: str) -> frozenset[str]:
-    """The words of a tool's name in lower case, the same for `createIssue` and `create_issue`."""
+    """The words of a tool's name in lower case; equal for `createIssue` and `create_issue`."""
     return frozenset([word.lower() for word in _NAME_WORD.findall(tool[-_LONGEST_NAME:])])
 
 
 def _sort_words(query: Json) -> Json:
-    """The words of a search query, sorted; a query with operators or quoted phrases is left unchanged."""
+    """The sorted words of a search query; a query with operators or quoted phrases stays unchanged."""
     if not isinstance(query, str) or len(query) > _LONGEST_QUERY or _PLAIN_QUERY.fullmatch(query) is None:
         return query
     words: list[Json] = [*sorted(query.lower().split())]

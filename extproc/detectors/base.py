@@ -1,4 +1,4 @@
-"""The interface of all similarities, so that no other module has to know one by its name."""
+"""The interface of all similarities, so that no other module needs to know one by name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
 
 
 class Memory(Protocol):
-    """What a request keeps for later requests of its conversation, and how it uses what earlier ones kept.
+    """What a request stores for later requests of its conversation, and how it uses what earlier ones stored.
 
     Attributes:
-        entry: its entry in the conversation's ring; empty if it begins a conversation, so that there is no turn yet.
-        identity: digest of 8 bytes, which is the same for a retry; empty if the session has no name.
-        place: its place in the conversation that it shows; None if unknown.
+        entry: its entry in the conversation's ring; empty at the start of a conversation, which has
+            no turn yet.
+        identity: digest of 8 bytes that a retry shares; empty if the session has no name.
+        place: its place in its conversation's chain; None if unknown.
         waits: its verdict depends on the ring's entries.
     """
 
@@ -34,23 +35,24 @@ class Memory(Protocol):
     waits: bool
 
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
-        """What `compare` would say about a loop, given the ring's entries, oldest first and including this request's own.
+        """The loop, given the ring's entries, oldest first and including this request's own.
 
-        `followed`: all entries are from the conversation that the request shows, even if it leaves some out.
+        `followed`: all entries are from the same conversation, even if the request omits some.
         """
         ...
 
 
 class Similarity:
-    """What a detector compares. This class is `exact`; the others are subclasses.
+    """How a detector compares requests. This class is `exact`; the others are subclasses.
 
     Attributes:
-        keys: the keys that it has in loop_detection entries, including those of `LoopKeys`.
-        looks: `compare` reads the body, whose bytes are kept for it; otherwise, the body's checksums are compared.
+        keys: its keys in loop_detection entries, including those of `LoopKeys`.
+        looks: `compare` reads the body; otherwise, the body's checksums are compared.
         reads_ends: if a body is too long to inspect, an excerpt is sufficient; see `Excerpt`.
-        reads_headers: headers may say what is in the body.
-        stateless: a request shows by itself whether it is part of a loop. Nothing is counted; the store only keeps cooldowns.
-        remembers: earlier requests of a session may supply what a request does not show.
+        reads_headers: headers may tell the body's content.
+        stateless: a request shows by itself whether it is part of a loop. Nothing is counted; the
+            store only has cooldowns.
+        remembers: earlier requests of a session may supply turns that a request does not show.
         default_threshold: for entries without one; None if it is required.
     """
 
@@ -66,7 +68,7 @@ class Similarity:
         """Compile the keys of an enabled entry."""
 
     def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002  # subclasses read them
-        """What the headers of a request say about its body, for `contradicts`; None if nothing.
+        """What a request's headers claim about its body, for `contradicts`; None for nothing.
 
         Raises:
             NotCounted: the headers alone show that the request is not counted.
@@ -74,15 +76,16 @@ class Similarity:
         return None
 
     def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002  # subclasses read them
-        """Whether a body differs from what the headers say."""
+        """Whether a body contradicts the headers."""
         return False
 
     def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # subclasses read it
         """Read a body.
 
         Returns:
-            what is compared, in canonical spelling: `b""` leaves the body out, None compares the body itself;
-            what the request itself shows of a loop; None if requests are counted.
+            what is compared, in canonical form: `b""` excludes the body, None compares the body
+                itself;
+            the loop that the request itself shows; None if requests are counted.
 
         Raises:
             NotCounted: there is nothing to compare.
@@ -95,7 +98,7 @@ class Similarity:
         *,
         named: bool = True,  # noqa: ARG002  # only some subclasses need it
     ) -> tuple[bytes | None, Repeat | None, Memory | None]:
-        """Like `compare`, for a request of a known caller; also returns what is kept of it, None for nothing.
+        """Like `compare`, for a request of a known caller; also returns what to store, None for nothing.
 
         Args:
             document: the body.
@@ -107,7 +110,7 @@ class Similarity:
         return *self.compare(document), None
 
     def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # subclasses read it
-        """The subject of a body, which writes the messages; the similarity itself if these do not depend on the body.
+        """The subject of a body, which writes the messages; the similarity itself if they do not depend on the body.
 
         Raises:
             NotCounted: as `compare`.
@@ -141,11 +144,11 @@ class Similarity:
         return []
 
     def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # subclasses describe it
-        """What the request itself shows of a loop, in a few words for people."""
+        """A short description of the loop that the request itself shows."""
         return ""
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:
-        """What repeated, how often, over what span and what to do instead, in words that a model can act on."""
+        """What repeated, how often, over what time and what to do instead, in words that a model can act on."""
         return (
             f"Loop detected: {self.advise(outcome, method, path).what} and was refused. "
             "If sent again, it will be refused again. "
@@ -165,22 +168,22 @@ class Similarity:
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ARG004  # subclasses have rules
-        """Errors in how a raw loop_detection entry combines keys: the place of each, and what would be right."""
+        """Invalid combinations of keys in a raw loop_detection entry: the place of each, and what is expected."""
         yield from ()
 
 
 class HistorySimilarity(Similarity):
-    """A similarity that finds loops in the history that a request contains."""
+    """A similarity that finds loops in a request's history."""
 
     looks: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
 
     def explain(self, repeat: Repeat) -> tuple[str, str, str]:
-        """What repeated and how often; which action brings nothing new; and the end of that sentence: what to do instead."""
+        """What repeated and how often; which action is useless; and the end of that sentence: what to do instead."""
         raise NotImplementedError
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:
-        """See `Similarity`; contains neither arguments nor results of tools."""
+        """See `Similarity`. Contains no arguments or results of tools."""
         repeat = outcome.repeat
         if repeat is None:
             return super().write_message(outcome, method, path)
@@ -199,14 +202,14 @@ class HistorySimilarity(Similarity):
 
 
 def count_repeats(outcome: Outcome) -> tuple[str, str]:
-    """How often a request was sent, and within what time. A cooldown may outlast the window in which requests count."""
+    """How often a request was sent, and within what time. A cooldown may outlast the window."""
     if outcome.count > 1:
         return f"{outcome.count} times", f"within {format_duration(outcome.span_ms)}"
     return "again", "during the cooldown of its loop"
 
 
 def format_duration(milliseconds: int) -> str:
-    """A duration in the unit that a reader would use, such as `2.5 minutes`."""
+    """A duration in a convenient unit, such as `2.5 minutes`."""
     seconds = milliseconds / 1000
     if seconds < 1:
         return "a second"

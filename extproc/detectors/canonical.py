@@ -1,4 +1,4 @@
-"""Similarity `canonical`: JSON bodies compared by meaning, without the fields that the policy ignores."""
+"""Similarity `canonical`: compares JSON bodies by meaning, without the fields that the policy ignores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extproc.request.document import Document, NotJson, split_pointer, write_can
 
 
 class Canonical(Similarity):
-    """Compares JSON bodies without a detector's `ignore_fields`, and other bodies byte for byte."""
+    """Compares JSON bodies without a detector's `ignore_fields`, and other bodies byte by byte."""
 
     keys: ClassVar[type[JsonObject]] = CanonicalKeys
     looks: ClassVar[bool] = True

@@ -1,7 +1,8 @@
-"""Why an agent is stuck, as far as its request shows: what a note for the model can name.
+"""Why an agent is stuck, for the note to the model.
 
-The newest turn decides: its calls, the tools that the request declares, and the results. If the request contradicts
-itself, or declares too much, no cause is named: finding one takes about a millisecond at most.
+The newest turn decides: its calls, the tools that the request declares, and the results. If the
+request contradicts itself, or declares too much, no cause is named: the search takes a millisecond
+at most.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MOST_VALUES: Final = 4_000
 """Maximum bytes of a schema or of arguments, and maximum objects and lists, and commas, in them."""
 
 _UNITS: Final = 200 * STEP
-"""What the search may take; see `Inspection`."""
+"""Units for the search; see `Inspection`."""
 
 _LONGEST_PATH: Final = 128
 _MOST_NAMED: Final = 3
@@ -53,20 +54,21 @@ _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_COMPARED: Final = 128
 _MOST_PAIRS: Final = 2_560
-"""Maximum number of names to compare with an unknown one, and of comparisons of their pairs of letters."""
+"""Maximum number of names to compare with an unknown one, and of comparisons of pairs of letters."""
 
 _MOST_STEPS: Final = 10
 _LONGEST_QUOTE: Final = 200
 """Maximum length of a quotation, in characters."""
 
 _NEAR: Final = 0.4
-"""Minimum share of pairs of letters that the names of similar tools have in common (Dice's coefficient)."""
+"""Minimum share of pairs of letters that names of similar tools have in common (Dice's
+coefficient)."""
 
 _EQUAL: Final = frozenset({REPEAT, RESULT, ERROR, ""})
 """Rules by which all results are equal."""
 
 _WORD: Final = re.compile(r"[^\W\d_]{2}.")
-"""The start of a word that is not the end of a line."""
+"""The start of a word that does not end the line."""
 
 _AROUND: Final = " .,'\"`"
 _OPEN: Final = "\u201c"
@@ -75,12 +77,12 @@ _JOINTS: Final = "_-./: "
 
 
 class Cause(NamedTuple):
-    """What keeps an agent stuck.
+    """Why an agent is stuck.
 
     Attributes:
         kind: one of the kinds above.
         text: what is wrong, in whole sentences for the model.
-        advice: what to do about it, in the same way; empty if nothing is known.
+        advice: what to do about it, likewise; may be empty.
     """
 
     kind: str
@@ -93,7 +95,7 @@ def find_cause(document: Document, repeat: Repeat | None, newer: int = 0) -> Cau
 
     Args:
         document: the request's body.
-        repeat: the loop, as its history shows it; None if requests are counted.
+        repeat: the loop in its history; None if requests are counted.
         newer: number of turns since then.
     """
     if repeat is None:
@@ -148,7 +150,7 @@ def _explain_cycle(conversation: Conversation, steps: list[Turn], repeat: Repeat
 
 
 def _name_step(turn: Turn) -> str:
-    """A step: the tools, and the first text among their arguments."""
+    """A step: the tools, and the first string among their arguments."""
     calls = [part for part in turn.parts if part.kind == CALL]
     if len(calls) != 1:
         return _list_names(turn.names)
@@ -158,9 +160,9 @@ def _name_step(turn: Turn) -> str:
 
 
 def _quote_line(result: str, *, failed: bool) -> str:
-    """The line of a result that says most, quoted; empty if there is none."""
+    """The most telling line of a result, quoted; empty if there is none."""
     text = result.replace(FAILURE_MARK, "").strip()
-    traced = text.startswith("Traceback (most recent")  # whose last line says what is wrong
+    traced = text.startswith("Traceback (most recent")  # the last line tells what is wrong
     text = text[-SAID_WITHIN:] if traced else text[:SAID_WITHIN]
     lines = [line.strip() for line in text.splitlines()]
     said = find_complaint(text) if failed and not traced else ""
@@ -197,11 +199,11 @@ def _join(items: Sequence[str], word: str) -> str:
     return f" {word} ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)
 
 
-# --- calls that no tool takes
+# --- calls that no tool accepts
 
 
 def _blame_call(conversation: Conversation, turn: Turn, repeat: Repeat) -> Cause | None:
-    """What is wrong with the calls of a turn, by the tools that the request declares."""
+    """What is wrong with the calls of a turn, according to the declared tools."""
     if turn.failure == TRANSIENT:
         return None
     tools = read_tools(conversation)
@@ -228,7 +230,7 @@ def _name_similar(name: str, known: list[str]) -> Cause:
 
 
 def _list_similar(name: str, known: list[str]) -> list[str]:
-    """The names that are most similar to another one; empty if none is."""
+    """The names that are most similar to another one; may be empty."""
     plain = _strip(name)
     pairs = {plain[place : place + 2] for place in range(len(plain) - 1)}
     compared = known[: min(_MOST_COMPARED, _MOST_PAIRS // max(len(pairs), 1))]
@@ -244,12 +246,12 @@ def _strip(name: str) -> str:
 
 
 def _measure(pairs: set[str], other: str) -> float:
-    """The share of pairs of letters that are in another name, too."""
+    """The share of pairs of letters that another name contains, too."""
     return 2 * sum([pair in other for pair in pairs]) / max(len(pairs) + len(other) - 1, 1)
 
 
 def _blame_arguments(tool: str, schema: dict[str, Json], given: Json, repeat: Repeat) -> Cause | None:
-    """What is wrong with the arguments of a call, by the schema of the tool."""
+    """What is wrong with the arguments of a call, according to the tool's schema."""
     if schema and not isinstance(given, dict):
         cut = isinstance(given, str) and given.startswith("{") and not given.endswith("}")
         wrong = "are cut off, so they are not valid JSON" if cut else "are not a JSON object"
@@ -297,13 +299,13 @@ def _open_schema(raw: Raw) -> dict[str, Json]:
     if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)
-    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):  # wrapped, as some APIs have it
+    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):  # some APIs wrap it
         value = value["json"]
     return value if isinstance(value, dict) else {}
 
 
 def _is_large(value: Json) -> bool:
-    """Whether it would take long to decode a value."""
+    """Whether a value takes long to decode."""
     if not isinstance(value, (str, Raw)):
         return False
     if len(value) > _LONGEST_VALUE:

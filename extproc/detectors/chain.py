@@ -1,14 +1,15 @@
-"""What a request shows of its conversation: the calls that session limits count, and the conversation's place in the chain.
+"""A conversation's calls, which session limits count, and its place in the chain.
 
-That place depends on the user's first message, and on text and calls of all assistant messages since. Ids, thoughts and
-results do not count, because clients make new ids, and cut thoughts and results from older messages. There is a link of the
-chain behind each assistant message, even if another one follows directly, because some clients keep only their newest
-result. Where an API writes calls that were made at once as adjacent messages, one link is behind all of them.
+The chain identifies a conversation by its content. A place depends on the user's first message, and
+on text and calls of all assistant messages since. Ids, thoughts and results are ignored, because
+clients create new ids, and cut thoughts and results from older messages. Each assistant message
+adds a link, even if another one follows directly, because some clients keep only their newest
+result. Where an API has parallel calls as adjacent messages, they share one link.
 
-Session limits count turns: consecutive messages of the assistant are one.
+Session limits count turns: consecutive assistant messages are one turn.
 
-What messages show is kept with their facts, and what the first messages of a conversation show with its newest body; see
-`conversation.py`.
+Results are cached: of each message with its facts, and of the first messages of a conversation with
+its newest body; see `conversation.py`.
 """
 
 from __future__ import annotations
@@ -31,29 +32,32 @@ from extproc.request.document import INSPECTION, Document, NotCounted, open_valu
 CALL_DIGEST: Final = 6
 TOOL_DIGEST: Final = 4
 PAIR_DIGEST: Final = 4
-"""Lengths of the digests in a call's record, in bytes: of the call, of its tool's name, and of tool and arguments."""
+"""Lengths of the digests in a call's record, in bytes: of the call, of its tool's name, and of tool
+and arguments."""
 
 _ID: Final = 16
 _MOST_SHOWN: Final = 2_000
 """Maximum number of turns; a longer conversation has no place."""
 
 _MOST_PARENTS: Final = 8
-"""Maximum number of an answer's messages, each with a link of its own, that a client may add between two requests."""
+"""Maximum number of assistant messages, each with its own link, that a client may add between two
+requests."""
 
 _MOST_CALLS_KEPT: Final = 8
 _LONGEST_NAMES_KEPT: Final = 256
-"""Maximum number of calls, and length of their names, of a message whose facts keep what it shows."""
+"""Maximum number of calls, and length of their names, of a message that is cached."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
 _NO_FIRST_WORDS: Final = bytes(_ID)
-"""Stands for the user's first message, or the assistant's first one would be taken for it."""
+"""Replaces a missing first message of the user. Otherwise, the first assistant message could be
+mistaken for it."""
 
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _SUFFIX: Final = b"suffix"
 
 
 class CallFacts:
-    """One call, regardless of the rest of the history; never changed.
+    """One call, independent of the rest of the history; immutable.
 
     Attributes:
         tool: the tool's name.
@@ -72,21 +76,21 @@ class CallFacts:
         self.first = self.write(1)
 
     def write(self, number: int) -> bytes:
-        """The record of the call with this number, from 1 on, among equal calls."""
+        """The record of the call with this number among equal calls, counted from 1."""
         name = digest(b"%b%d" % (self.named, number), CALL_DIGEST) if self.named else _NO_CALL
         return name + self.tool_digest + self.pair.to_bytes(PAIR_DIGEST)
 
 
 class Spoken:
-    """What an assistant message shows, or several consecutive ones; never changed.
+    """The content of one or several consecutive assistant messages; immutable.
 
     Attributes:
-        hash: hash of its text and calls, 16 bytes.
-        hashes: those of the messages with a link of their own.
-        calls: its calls, in order.
+        hash: hash of text and calls, 16 bytes.
+        hashes: the hashes of messages with their own link.
+        calls: the calls, in order.
         only_calls: it has calls, or a reference to one, and no text.
-        units: units that it takes to read; see `Inspection`.
-        small: it may be kept.
+        units: units for reading it; see `Inspection`.
+        small: it may be cached.
     """
 
     def __init__(self, hashes: list[bytes], calls: list[CallFacts], units: int = 0, *, only_calls: bool = False) -> None:
@@ -99,21 +103,22 @@ class Spoken:
 
 
 class ChainPlace:
-    """A request's place in the chain; all hashes have 16 bytes. Never changed.
+    """A request's place in the chain; all hashes have 16 bytes. Immutable.
 
     Attributes:
         node: the newest link.
-        parents: links at which an earlier request may stand, newest first; empty if the assistant has not said anything.
-        near: how many of these are behind the newest turn's messages, or directly before that turn.
+        parents: possible links of earlier requests, newest first; empty before the first assistant
+            message.
+        near: how many of these are within the newest turn, or directly before it.
         own: the last two turns; empty if there are fewer.
-        before: the last two turns without the newest; empty if there are fewer.
+        before: the two turns before the newest; empty if there are fewer.
         depth: number of turns.
     """
 
     def __init__(self, first_words: bytes, turns: Sequence[Spoken], known: ChainPlace | None = None) -> None:
-        """Compute the place from the hash of the user's first message, and from the assistant's turns.
+        """Compute the place from the hash of the user's first message and the assistant's turns.
 
-        `known`: the place of the first of these turns, or all; None if unknown.
+        `known`: the place after the first of these turns, or after all; None if unknown.
         """
         self.depth = count = len(turns)
         if known is None:
@@ -133,16 +138,16 @@ class ChainPlace:
         if newest > _MOST_PARENTS:
             self.parents.append(links[-1 - newest])
         elif newest < len(links) - 1 <= _MOST_PARENTS:
-            self.parents.pop()  # the user's first message tells no conversations apart
+            self.parents.pop()  # many conversations share the user's first message
         self.near = min(newest, len(self.parents))
 
     @property
     def links(self) -> list[bytes]:
-        """The links behind each message that it shows, oldest first; the first one stands for the user's first message."""
+        """The links after each message, oldest first; the first one stands for the user's first message."""
         return self._links[: self._count]
 
     def share(self) -> list[bytes]:
-        """The same for a place that continues this one, and adds its own; others do not see these."""
+        """The same list, for a place that extends this one by appending; other places do not see what it appends."""
         return self._links if len(self._links) == self._count else self.links
 
     def identify(self, kind: int) -> bytes:
@@ -156,7 +161,7 @@ def _link_last_two(turns: Sequence[Spoken], end: int) -> bytes:
 
 
 class Transcript:
-    """What a conversation shows.
+    """The assistant's turns in a conversation.
 
     Attributes:
         count: number of messages in it.
@@ -164,9 +169,10 @@ class Transcript:
         depth: number of turns.
         goes_on: the newest message is the assistant's.
         units: as in `Spoken`.
-        before: the place of an earlier transcript, whose turns are the first ones; None if unknown.
-        counted: the calls of the first turns or of all, as `sessions/history.py` counts them; None if unknown.
-        places: results of `find_place`, by whether the newest turn is a prefill and does not count.
+        before: the place of an earlier transcript with the same first turns; None if unknown.
+        counted: the calls of the first turns, or of all, for `sessions/history.py`; None if
+            unknown.
+        places: results of `find_place`, by whether the newest turn is a prefill.
     """
 
     def __init__(self, earlier: Transcript | None) -> None:
@@ -183,20 +189,23 @@ class Transcript:
 
     @property
     def turns(self) -> list[Spoken]:
-        """The assistant's turns, oldest first; consecutive messages are one turn. A transcript that continues it appends."""
+        """The assistant's turns, oldest first; consecutive messages are one.
+
+        A transcript that extends this one appends.
+        """
         return self._turns if len(self._turns) == self.depth else self._turns[: self.depth]
 
     def add(self, turns: list[Spoken]) -> None:
-        """Add the newest turns."""
+        """Append the newest turns."""
         self._turns.extend(turns)
         self.depth = len(self._turns)
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
-    """What a conversation shows. It is read only once, and takes no units of its callers.
+    """The assistant's turns in a conversation, read once and without charging the caller.
 
     Raises:
-        NotCounted: a message cannot be read, or there are too many.
+        NotCounted: a message is unreadable, or there are too many.
     """
     found = conversation.transcript
     INSPECTION.begin()
@@ -213,10 +222,12 @@ def read_transcript(conversation: Conversation) -> Transcript:
 
 
 def spell(part: Part) -> bytes:
-    """A text, or a call with tool and arguments, in canonical spelling; a result stands for an unknown call, unlike any other.
+    """The canonical form of a text, or of a call with tool and arguments.
+
+    A result stands for an unknown call.
 
     Raises:
-        NotCounted: it cannot be read.
+        NotCounted: it is unreadable.
     """
     if part.kind == CALL:
         return part.name.encode() + _SEPARATOR + write_canonical(read_arguments(part.value))
@@ -232,7 +243,7 @@ def digest_tool(name: str) -> bytes:
 
 
 def _read(conversation: Conversation) -> Transcript:
-    """Read a conversation. The first messages may be known from an earlier request, but take as many units."""
+    """Read a conversation. The first messages may be cached, but are charged all the same."""
     known, earlier = conversation.known, None
     if known is not None and isinstance(known.transcript, Transcript):
         earlier = known.transcript
@@ -254,7 +265,7 @@ def _read(conversation: Conversation) -> Transcript:
 
 
 def _list_groups(conversation: Conversation, made: Transcript) -> list[list[Spoken]]:
-    """Group consecutive assistant messages that a transcript does not have; sets its `first` and `goes_on`."""
+    """Group consecutive assistant messages that are new to a transcript; sets its `first` and `goes_on`."""
     groups: list[list[Spoken]] = []
     for place in range(made.count, len(conversation)):
         speaker = conversation.find_facts(place).speaker
@@ -271,7 +282,7 @@ def _list_groups(conversation: Conversation, made: Transcript) -> list[list[Spok
 
 
 def _join_turn(conversation: Conversation, messages: list[Spoken]) -> Spoken:
-    """Join consecutive messages; where an API has them, adjacent calls that were made at once have one link."""
+    """Join consecutive messages. Parallel calls in adjacent messages get one link."""
     if len(messages) > 1 and conversation.shape.joins is not None:
         joined: list[Spoken] = []
         for only_calls, adjacent in groupby(messages, attrgetter("only_calls")):
@@ -282,14 +293,14 @@ def _join_turn(conversation: Conversation, messages: list[Spoken]) -> Spoken:
 
 
 def _join(messages: list[Spoken], *, at_once: bool = False) -> Spoken:
-    """Join consecutive messages; those of calls that were made `at_once` have one link."""
+    """Join consecutive messages; `at_once`: parallel calls, which have one link."""
     calls = [call for message in messages for call in message.calls]
     hashes = [message.hash for message in messages]
     return Spoken([digest(b"".join(hashes), _ID)] if at_once else hashes, calls, only_calls=at_once)
 
 
 def _look_at(conversation: Conversation, place: int) -> Spoken:
-    """Read the message at an index. What it shows is kept with its facts if it is small."""
+    """Read the message at an index. A small result is cached with the message's facts."""
     facts = conversation.find_facts(place)
     kept = facts.spoken
     if isinstance(kept, Spoken):
@@ -304,7 +315,7 @@ def _look_at(conversation: Conversation, place: int) -> Spoken:
 
 
 def _show(parts: list[Part], left: int) -> Spoken:
-    """What a message with these parts shows; `left` is the number of units before it was read."""
+    """The content of a message with these parts; `left` is the number of units before it was read."""
     spelled: list[bytes] = []
     calls: list[CallFacts] = []
     for part in parts:
@@ -320,7 +331,7 @@ def _show(parts: list[Part], left: int) -> Spoken:
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:
-    """A request's place; None if its conversation cannot be read, or is too long.
+    """A request's place; None if its conversation is unreadable or too long.
 
     Args:
         conversation: the request's conversation.
@@ -343,7 +354,7 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
 
 
 def read_place(document: Document) -> ChainPlace | None:
-    """Like `find_place`, for a body; also None if it has no conversation, or the server keeps earlier turns."""
+    """Like `find_place`, for a body; also None if it has no conversation, or the server stores earlier turns."""
     try:
         conversation = open_conversation(document)
         return None if conversation.elsewhere else find_place(conversation, prefilled=conversation.is_prefilled())

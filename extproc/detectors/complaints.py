@@ -1,4 +1,4 @@
-"""Recognizes a program's complaint about the form of an answer, such as an answer without an action; it names no error."""
+"""Recognizes a program's complaint about the format of an answer, such as an answer without an action."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 _SAID_WITHIN: Final = 600
-"""Characters of a text in which to look for a complaint."""
+"""Number of characters of a text in which to look for a complaint."""
 
 _STEMS: Final = (" not ", "n't", " no ", "wrong", "bad ", "malformed", "improper", "expected", "found 0", "lack", "without")
 """Every complaint contains one of these."""
@@ -29,7 +29,7 @@ _COMPLAINT: Final = re.compile(
 
 
 def complains(text: str) -> bool:
-    """Whether a user's text complains about the form of the previous answer.
+    """Whether a user's text complains about the format of the previous answer.
 
     >>> complains("Your response did not contain an action."), complains("Please answer in JSON.")
     (True, False)

@@ -1,14 +1,17 @@
 """Whether the result of an action reports a failure, and of which kind.
 
-Many results only mention errors: source code, logs, listings, pages, lists of commits. So words alone are not enough. A result
-reports a failure by
+Many results only mention errors: source code, logs, listings, pages, lists of commits. So words
+alone are not enough. A result reports a failure by
 
-- a field or a code: `"is_error": true`, `"success": false`, a non-zero exit code, an HTTP status from 400 on;
-- a line that starts like an error message: `error:`, `fatal:`, `ValueError:`, `FAILED`, `a.c:9:5: ...`, `3 failed`;
-- a complaint (`not found`, `cannot`, `timed out`, ...) after the name of a program, in the first or last line, or in a field
-  for messages. Lines of source code are no complaints.
+- a field or a code: `"is_error": true`, `"success": false`, a non-zero exit code, an HTTP status of
+  at least 400;
+- a line that starts like an error message: `error:`, `fatal:`, `ValueError:`, `FAILED`, `a.c:9:5:
+  ...`, `3 failed`;
+- a complaint (`not found`, `cannot`, `timed out`, ...) after the name of a program, in the first or
+  last line, or in a field for messages. Lines of source code are not complaints.
 
-The worst case is `SAID_WITHIN` characters of beginnings of such lines: each pattern has bounds, and reads each line once.
+The worst case is `SAID_WITHIN` characters of beginnings of such lines. All patterns are bounded,
+and each reads a line once.
 """
 
 from __future__ import annotations
@@ -24,21 +27,23 @@ Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
 NO_FAILURE: Final = ""
 FATAL: Final = "fatal"
 TRANSIENT: Final = "transient"
-"""The failure may be temporary: refused or reset connections, timeouts, rate limits, statuses 429, 502, 503 and 504."""
+"""The failure may be temporary: refused or reset connections, timeouts, rate limits, statuses 429,
+502, 503 and 504."""
 MISSING: Final = "missing"
-"""Something was not found, which is often a valid answer. A tool or command that is not found is FATAL."""
+"""Something was not found, which is often a valid answer. A missing tool or command is FATAL."""
 
 SAID_WITHIN: Final = 3_000
-"""First characters of a result, which are read; failures are reported early."""
+"""Number of characters of a result to read; failures are reported early."""
 
 _LONGEST_LINE: Final = 400
-"""Characters of a line or message that are read."""
+"""Number of characters of a line or message to read."""
 
 _LINES_AT_ONCE: Final = 8
-"""Number of lines to look at together, because each look takes as long as reading hundreds of characters."""
+"""Number of lines to check together, because each check takes as long as reading hundreds of
+characters."""
 
-# Patterns for fast looks find whatever the exact patterns below find, and more. Instead of telling letters beyond ASCII apart,
-# they take each for any kind of character, which keeps them small.
+# Patterns for quick checks find everything that the exact patterns below find, and more. They treat
+# a letter beyond ASCII as any kind of character, which keeps them small.
 _BEYOND = r"\x{80}-\x{10ffff}"
 _WORD = rf"[0-9a-z_{_BEYOND}]"
 _NO_WORD = "[^0-9a-z_]"
@@ -60,7 +65,7 @@ _has_stem: Final = look_for(
 )
 """Every failure contains one of these."""
 
-# Denials of failures, and empty fields for failures.
+# Denials of failures, and empty fields for failures
 _NOTHING = [
     rf"{word}(?<!\w{word})\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b"
     for word in ("no", "0", "zero", "without any", "without")
@@ -133,7 +138,7 @@ _MARKED = rf"""
   | usage:
 """
 _may_be_marked: Final = look_for(_MARKED)
-"""Whether a text may contain what `_FIELDS`, `_CODES` or `_USAGE` find."""
+"""Whether a text may contain a match of `_FIELDS`, `_CODES` or `_USAGE`."""
 
 _RECORDS: Final = ("{", "[", '"{', "'{")
 _holds_records: Final = look_for(r"""(?:^|\n)(?:["']?\{|\[)""")
@@ -158,7 +163,8 @@ _may_hold_messages: Final = look_for(
     """
 )
 
-# What may precede the words of a line: a time, tags, brackets, bullets; but no signs of a diff, a table or a heading.
+# What may precede the words of a line: a time, tags, brackets, bullets, but not the signs of a
+# diff, table or heading.
 _LABEL = r"(?:(?:observation|output|result|response|std(?:out|err))s?:\ {1,8})?+"
 _TIME = r"(?:\W?[0-9]{4}-[0-9]{2}-[0-9]{2}[t\ ][0-9:.,]{5,18}z?\W)?+"
 _BEFORE = rf"{_LABEL}{_TIME}(?:<[^<>\n]{{1,64}}>|[^\w<+|\#`\n-]){{0,16}}+"
@@ -231,7 +237,7 @@ _BEGINNINGS = rf"""
     fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]|(?:error|exception)[\[\]:)!\ ]
   | (?:errno|winerror)\ |\ (?:error|exception)|[45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
 """
-"""The same in brief: a part of each alternative."""
+"""A shorter version: a part of each alternative."""
 
 _WITHIN_TEXT = r"[0-9]\ (?:error|fail|problem)|(?:failed|failures?|errors?)[:=]\ ?[1-9]|error\)|\*\*\*"
 _may_be_within: Final = look_for(_WITHIN_TEXT)
@@ -282,7 +288,7 @@ _COMPLAINS: Final = re.compile(
     """,
     re.VERBOSE,
 )
-"""Searched for in a line with a newline before it, or in the rest of a line with a space before it."""
+"""Searched for in a line after a newline, or in the rest of a line after a blank."""
 
 _COMPLAINTS = rf"""
     (?:^|{_NO_WORD})(?:
@@ -306,10 +312,10 @@ _may_complain: Final = look_for(
   | error[.!]?(?:\n|$)
     """
 )
-"""Whether `_COMPLAINS` may find something in a line."""
+"""Whether `_COMPLAINS` may match in a line."""
 
 _may_fail: Final = look_for(f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)")
-"""Whether a text contains anything of the above, or would if its lines were cut."""
+"""Whether a text contains any of the above, even if its lines were cut."""
 
 # The program that complains, at the start of a line. `name:12:` is the position of a match instead.
 _PROGRAM: Final = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
@@ -326,7 +332,7 @@ _QUOTES: Final = re.compile(
     """,
     re.VERBOSE,
 )
-"""A line of source code, a listing, a page or a diff; a warning; or what a status means."""
+"""A line of source code, a listing, a page or a diff; a warning; or the meaning of a status."""
 
 _STATUS = r"(?:429|50[234])\b"
 _TRANSIENT: Final = _compile(
@@ -355,13 +361,13 @@ _may_pass: Final = look_for(
     | rate[\ _-]?limit|rate\ exceeded|throttl|throughput|unavailable|temporar|overloaded|try\ again|is\ locked
     """
 )
-"""Whether one of `_TRANSIENT` may be in a line."""
+"""Whether a line may contain one of `_TRANSIENT`."""
 _may_miss: Final = look_for(
     r"""
       found|nosuch|no\ |enoent|(?:does|did)(?:n't|\ not)\ (?:exist|match)|404|\ locate|\ find|resolve\ to
     """
 )
-"""Whether one of `_MISSING` may be in a line."""
+"""Whether a line may contain one of `_MISSING`."""
 _TOOL = r"(?:tool|command|method|function|module|script)"
 _NO_TOOL: Final = re.compile(
     rf"""
@@ -378,7 +384,7 @@ def is_error(text: str) -> bool:
 
 
 class _Last:
-    """The start of the result that was read last, whether the API said that it failed, and what was found."""
+    """The result read last: its start, whether the API marked it as failed, and the kind of failure."""
 
     def __init__(self) -> None:
         self.beginning = ""
@@ -387,11 +393,11 @@ class _Last:
 
 
 _LAST: Final = _Last()
-"""The results of a loop are equal, and its notes and reports read the newest again."""
+"""A cache of one. The results of a loop are equal, and notes and reports read the newest again."""
 
 
 def read_failure(text: str, *, failed: bool = False) -> Failure:
-    """How an action failed, according to its result; `failed`: the API says that it did.
+    """How an action failed, according to its result; `failed`: the API marks it as failed.
 
     >>> read_failure("cat: a.txt: No such file or directory"), read_failure("3 passed, 0 failed")
     ('missing', '')
@@ -419,7 +425,7 @@ def find_complaint(text: str) -> str:
 
 
 def _unescape(said: str) -> str:
-    """A text without the escapes of JSON in a string, or of a string as Python writes it."""
+    """Unescape a text that may be a JSON or Python string."""
     return said.replace("\\n", "\n").replace('\\"', '"') if "\\" in said else said
 
 
@@ -447,7 +453,7 @@ def _find_line(said: str) -> str:
 
 
 def _list_messages(said: str, lines: str) -> list[str]:
-    """What the fields for messages of a record contain; nothing if its other fields report a success."""
+    """The message fields of a record; empty if its other fields report success."""
     if not (_may_hold_messages(said) and ("text=" in said or _holds_records(lines))) or finds_any(said, _WELL):
         return []
     return [one or other for one, other in _MESSAGE.findall(said)]

@@ -1,5 +1,5 @@
-"""Keys of loop_detection entries: those of all similarities, and of each."""
-# interpreted: pydantic makes models from annotations, which compiled classes do not keep
+"""Keys of loop_detection entries: of all similarities, and of each."""
+# interpreted: pydantic creates models from annotations, which compiled classes do not keep
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Escalation(JsonObject):
     reject: Threshold | None = None
 
     def list_steps(self) -> list[tuple[str, int]]:
-        """Actions and their thresholds, the mildest first."""
+        """Actions and their thresholds, mildest first."""
         steps = [(name, getattr(self, name)) for name in type(self).model_fields]
         return [(name, threshold) for name, threshold in steps if threshold is not None]
 
@@ -95,7 +95,7 @@ class Tool(JsonObject):
     allow: bool = False
 
     def raise_by(self, more: int) -> Self:
-        """A copy with a threshold that is higher by `more`, if it has one."""
+        """A copy with the threshold, if any, raised by `more`."""
         return self if self.threshold is None else self.model_copy(update={"threshold": self.threshold + more})
 
 
@@ -158,7 +158,7 @@ class TurnsKeys(HistoryKeys):
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
     normalize_results: bool = True
     incidents: bool = True
-    # A list as default would be copied for each policy, which takes a tenth of the time of a load.
+    # A list as default would be copied for each policy, in a tenth of the load time.
     ignore_arguments: list[str] = Field(
         default_factory=lambda: sorted(THOUGHTS), json_schema_extra={"default": [*sorted(THOUGHTS)]}
     )
@@ -181,7 +181,8 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
     def list_steps(self, default: int | None) -> list[Self]:
         """These keys, then a copy for each stricter action with its threshold, lowest first.
 
-        The thresholds of `tools` are raised by the same number, so that all tools escalate in equal steps.
+        The thresholds of `tools` are raised by the same number, so that all tools escalate in equal
+        steps.
 
         Args:
             default: the threshold of an entry without one.
@@ -199,7 +200,7 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
         return ToolLimits(threshold, tools, window)
 
     def wait_until(self, threshold: int) -> Self:
-        """A copy whose lower thresholds are raised to this one."""
+        """A copy with lower thresholds raised to this one."""
         tools = {
             name: tool if tool.threshold is None else tool.model_copy(update={"threshold": max(tool.threshold, threshold)})
             for name, tool in self.tools.items()

@@ -1,32 +1,35 @@
 """When turns are a loop.
 
-A turn is what the assistant does in one message (without its thoughts), and everything after that up to its next message:
-results of tools, observations, the user's words. Two turns are equal if both parts are. With a threshold t, the newest turn is
-part of a loop if
+A turn is one assistant message (without its thoughts), and everything after it up to the next one:
+results of tools, observations, the user's words. Two turns are equal if both parts are. With a
+threshold t, the newest turn is part of a loop by one of five rules:
 
-- REPEAT: t of the last 2t + 4 turns equal it, itself included, and at most t - 2 turns between the first and the last of these
-  are new (more than thoughts, and not seen before in the turns that are looked at). An agent that edits and runs the same
-  tests has new turns in between;
-- CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1) rounds from length 5 on; at
-  most 32 turns in all;
-- ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an assistant that only talks;
-- NOTHING_NEW: it equals one of the last max(2t + 4, `max_cycle` + 1), and at most one of the last 2t + 2 turns is new. Turns
-  whose tool may repeat more often always are. It gets a note at most;
-- SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the same, ignoring numbers and
-  actions. It gets a note at most.
+- REPEAT: t of the last 2t + 4 turns equal it, itself included, and at most t - 2 turns between the
+  first and the last of these are new (more than thoughts, and not seen before in the turns read).
+  An agent that edits and runs the same tests has new turns in between.
+- CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1)
+  rounds from length 5 on; at most 32 turns in all.
+- ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an
+  assistant that only talks.
+- NOTHING_NEW: it equals one of the last max(2t + 4, `max_cycle` + 1) turns, and at most one of the
+  last 2t + 2 turns is new. Turns whose tool may repeat more often always are new. It gets a note at
+  most.
+- SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the
+  same, numbers and actions aside. It gets a note at most.
 
-Only turns after a person's newest message are looked at. Such a message answers no call and no action, and occurs only once,
-ignoring digits; repeated ones are a program's. A turn that only reads does not repeat turns from before something changed, as
-far as tools' names or the request's hints tell.
+Only turns after a person's newest message are read. Such a message does not answer a call or an
+action, and occurs only once, digits aside; repeated messages are a program's. If a turn only reads,
+equal turns before a change do not count, as far as tools' names or hints tell.
 
-A loop is strong if one of its results is an error or long. Temporary errors do not count for this, nor does something that was
-not found, if the actions differ. All other loops are weak.
+A loop is strong if one of its results is an error or long. Temporary errors do not count for this,
+nor does something that was not found if the actions differ. All other loops are weak.
 
-The request shows enough; nothing is counted. If its history was condensed or is kept by the server, a ring with the newest turn
-of each earlier request supplies the rest. A turn whose action is unknown always counts as new, and is not part of a cycle.
+The request alone is enough; nothing is counted. If its history was condensed or is on the server, a
+ring with the newest turn of each earlier request supplies the rest. A turn with an unknown action
+always counts as new, and is never part of a cycle.
 
-The last 32 turns are looked at. If a threshold of the newest turn's tools needs more, up to 64 are, where the request itself
-shows them. Turns are read from the newest to older ones, only as far as a loop could still be found.
+The last 32 turns are read. If a threshold of the newest turn's tools needs more, up to 64 turns of
+the request are. Turns are read from the newest on, and only while a loop is possible.
 """
 
 from __future__ import annotations
@@ -65,10 +68,10 @@ from extproc.detectors.turn import (
 from extproc.request.document import Document, NotCounted
 
 USUAL_TURNS: Final = 32
-"""Number of turns that are looked at if no tool's threshold needs more, and that a ring contains."""
+"""Number of turns that are read if no tool's threshold needs more, and that a ring contains."""
 
 MAX_TURNS: Final = 64
-"""Maximum number of turns that are looked at."""
+"""Maximum number of turns to read."""
 
 DEFAULT_MAX_CYCLE: Final = 10
 MIN_CYCLE: Final = 2
@@ -92,7 +95,7 @@ def count_window(threshold: int) -> int:
 
 
 class Newest(Generic[Step]):
-    """Turns or calls, newest first, which are taken from their source on demand."""
+    """Turns or calls, newest first, taken lazily from their source."""
 
     def __init__(self, source: Iterator[Step]) -> None:
         self._source = source
@@ -111,7 +114,7 @@ class Newest(Generic[Step]):
         return taken[place]
 
     def newest(self, count: int) -> list[Step]:
-        """The newest steps, this many or all."""
+        """The newest steps: `count`, or all."""
         self.at(count - 1)
         return self._taken[:count]
 
@@ -126,24 +129,24 @@ class Newest(Generic[Step]):
 
 
 _UNKNOWN: Final = frozenset({"", OTHER_ROLE})
-"""Speakers of messages that are thoughts, or of no kind that an API has."""
+"""Speakers of thoughts, and of messages that no API has."""
 
 
 class History(Newest[AnyTurn]):
     """The turns of a request, or of a session.
 
     Attributes:
-        elsewhere: the server keeps earlier turns.
-        after: reference to what the request continues there; empty if there is none.
+        elsewhere: the server stores earlier turns.
+        after: reference to what the request continues there; may be empty.
         again: places of turns that equal the newest one, among the first `compared` turns.
-        compared: number of turns that were compared with the newest one, including itself.
+        compared: number of turns compared with the newest one, including itself.
         reading: reads the turns of a request; None for other turns.
     """
 
     def __init__(
         self, source: Iterator[AnyTurn], reading: Reading | None = None, *, elsewhere: bool = False, after: bytes = b""
     ) -> None:
-        """Take turns from a source: as many as are looked at of a request's `reading`, or of the store's entries."""
+        """The turns come from a source: a request's `reading`, or the store's entries."""
         self._source = source
         self._taken = []
         self.again: list[int] = []
@@ -168,14 +171,14 @@ class History(Newest[AnyTurn]):
         return newest.referenced and (newest.returned or self.count_since_person() == 0)
 
     def names_speakers(self) -> bool:
-        """Whether the speaker of some message is known; else it is no conversation in the form of any API."""
+        """Whether any message has a known speaker; otherwise it is no conversation of any API."""
         speakers = self.reading.conversation.list_speakers() if self.reading is not None else []
         return not _UNKNOWN.issuperset(speakers)
 
     def is_prefilled(self) -> bool:
-        """Whether the newest turn is a prefill, with which the model's answer is to begin, and so no turn yet.
+        """Whether the newest turn is a prefill, the start of the model's answer, and so not a turn yet.
 
-        A prefill has at most two words, or begins an earlier answer, too. Anything else that the assistant says is new.
+        A prefill has at most two words, or begins an earlier answer, too. Any other text is new.
         """
         newest = self.at(0)
         if not isinstance(newest, Turn) or not only_speaks(newest):
@@ -184,8 +187,11 @@ class History(Newest[AnyTurn]):
         begun = any(turn.said.startswith(said) for turn in self.newest(USUAL_TURNS)[1:] if isinstance(turn, Turn))
         return begun or len(said.split()) <= _PREFILLED_WORDS
 
-    def keep(self, *, named: bool) -> KeptTurn | None:
-        """The part of a request that its session remembers; None if it has no new turn. `named`: the session has a name."""
+    def store_newest(self, *, named: bool) -> KeptTurn | None:
+        """The turn that the session stores for later requests; None if there is no new one.
+
+        `named`: the session has a name.
+        """
         place = 0
         if only_speaks(self.at(0)):
             if not self.is_prefilled():
@@ -197,10 +203,10 @@ class History(Newest[AnyTurn]):
         return KeptTurn(self, place, turn.reduce(), turn.identify() if named else None, in_text=turn.in_text)
 
     def count_since_person(self) -> int:
-        """The number of turns since a person's newest message; MAX_TURNS if none is among those that are looked at."""
+        """The number of turns since a person's newest message; MAX_TURNS if there is none among the turns read."""
         if self._since is None:
             words: list[bytes] = []
-            with suppress(NotCounted):  # unreadable turns further back do not matter
+            with suppress(NotCounted):  # older unreadable turns do not matter
                 for place in range(MAX_TURNS):
                     turn = self.at(place)
                     if turn is None:
@@ -218,21 +224,22 @@ def follow(history: History, place: int) -> Iterator[AnyTurn]:
 
 
 class KeptTurn:
-    """The part of a request that its session remembers: its newest turn, and where that belongs in the ring.
+    """A request's newest turn, stored in its session's ring.
 
     Attributes:
-        newest: that turn, reduced.
-        shown: the number of turns up to it that the request shows.
+        newest: the turn, reduced.
+        shown: the number of turns up to it in the request.
         passes_over: some of these are not in the ring, because no request ended with them.
-        place: its place among the turns that the request shows.
+        place: its place among the request's turns.
         entry: its entry for the ring.
-        identity: digest of 8 bytes, the same for a retry, even with another model; empty if the session has no name.
+        identity: digest of 8 bytes that a retry shares, even with another model; empty if the
+            session has no name.
         complete: the request shows as many turns as a ring contains.
         in_text: see `Turn`.
     """
 
     def __init__(self, history: History, place: int, newest: Reduced, identity: bytes | None, *, in_text: bool) -> None:
-        """Take what is needed from the history, without keeping the request; see `Turn.identify` for `identity`."""
+        """Copies what it needs, without a reference to the request; see `Turn.identify` for `identity`."""
         count, self.passes_over = history.reading.count_turns(USUAL_TURNS) if history.reading is not None else -1, False
         if count < 0:
             turns = history.newest(USUAL_TURNS)
@@ -251,11 +258,13 @@ class KeptTurn:
         self._before = before.action_hash if before is not None else None
 
     def extend(self, entries: Sequence[bytes], *, followed: bool = False, always: bool = False) -> History | None:
-        """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`.
+        """The turns up to this one, from a ring's entries; see `Memory.recall`.
 
-        None if no other entry has the same result and too few have a similar failure, because then there is no loop, unless
-        `always` is set. None as well if the request shows all of the entries, and other turns between them; where the chain
-        has `followed` it, no turn is between as many entries as turns.
+        None if they add nothing.
+
+        That is so if no other entry has the same result and too few have a similar failure, unless
+        `always`. It is also so if the request shows all of the entries and other turns between
+        them; if the chain has `followed` it, that takes more turns than entries.
         """
         if self.passes_over and len(entries) + followed <= self.shown:
             return None
@@ -270,17 +279,17 @@ class KeptTurn:
         turns = [decode_turn(entry) for entry in past]
         if (
             self._before is not None and not followed
-        ):  # go on from the turn before, as the request shows it; if it is not there, this is another conversation
+        ):  # continue from the request's previous turn; if it is missing, this is another conversation
             place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
             del turns[:place]
         return History(iter([self.newest, *turns[: USUAL_TURNS - 1]]))
 
     def _returns_again(self, entries: Sequence[bytes]) -> bool:
-        """Whether another of a ring's entries has the same result."""
+        """Whether another entry of the ring has the same result."""
         own = entries.count(self.entry)
         raw, normalized = self.newest.raw, self.newest.normalized
         others = b"".join([entry for entry in entries if entry != self.entry] if own else entries)
-        if own <= 1 and others.find(raw) < 0 and others.find(normalized) < 0:  # usually; most of the time goes into slices
+        if own <= 1 and others.find(raw) < 0 and others.find(normalized) < 0:  # the usual case; slices take most of the time
             return False
         same = [entry for entry in entries if entry[RAW:NORMALIZED] == raw or entry[NORMALIZED:REST] == normalized]
         return len(same) > (own > 0)
@@ -290,9 +299,9 @@ class TurnRule:
     """The rules, with a detector's settings.
 
     Attributes:
-        threshold: the threshold without a tool's own.
-        fewest: the number of turns from which on a loop is possible.
-        most: number of turns that are read of a request.
+        threshold: the threshold of tools without their own.
+        fewest: the minimum number of turns for a loop.
+        most: maximum number of turns to read from a request.
     """
 
     def __init__(  # noqa: PLR0913  # settings
@@ -313,9 +322,10 @@ class TurnRule:
             max_cycle: length of the longest cycle.
             normalize_results: ignore volatile parts of results.
             ignored: names of arguments that are thoughts.
-            filled: a cycle that needs more turns than this is a loop once it fills this many; 0 for no such bound.
+            filled: a cycle that needs more turns than this is a loop once it fills this many; 0
+                turns this off.
             notes: also look for loops that get a note at most.
-            most: number of turns to read of a request.
+            most: maximum number of turns to read from a request.
         """
         self.most = most
         self._notes = notes
@@ -328,10 +338,10 @@ class TurnRule:
         self._ignored = ignored
 
     def read(self, document: Document) -> History:
-        """The turns that a request shows.
+        """The turns of a request.
 
         Raises:
-            NotCounted: there is no conversation, or it cannot be read.
+            NotCounted: there is no conversation, or it is unreadable.
         """
         conversation = open_conversation(document)
         cuts = document.shortened and conversation.shape.joins is not None
@@ -348,10 +358,10 @@ class TurnRule:
         return history
 
     def find_loop(self, history: History) -> Repeat | None:
-        """The loop that the newest turn is part of; None for none.
+        """The loop that the newest turn is part of, if any.
 
         Raises:
-            NotCounted: some turn cannot be read.
+            NotCounted: a turn is unreadable.
         """
         newest = history.at(0)
         if newest is None or history.at(self.fewest - 1) is None:
@@ -365,7 +375,7 @@ class TurnRule:
         return found
 
     def may_have_looped(self, history: History) -> bool:
-        """Whether a loop is possible; a fast check, because most turns do something new and do not fail."""
+        """Whether a loop is possible; a quick check, because most turns are new and do not fail."""
         newest = history.at(0)
         if newest is None or history.at(1) is None:
             return False
@@ -376,7 +386,7 @@ class TurnRule:
         )
 
     def may_loop(self, newest: AnyTurn) -> bool:
-        """Whether a turn may be part of a loop, whatever was before it."""
+        """Whether a turn may be part of a loop, whatever came before."""
         return (newest.known or newest.returned) and not self._limits.of(newest.names).allow
 
     def _find_loop(self, history: History) -> Repeat | None:
@@ -385,7 +395,7 @@ class TurnRule:
             return None
         limit = self._limits.of(newest.names)
         looked_at = history.newest(max(count_window(limit.threshold), self._max_cycle + 1))
-        for place in range(history.compared, len(looked_at)):  # shared by a detector's rules, which differ only in thresholds
+        for place in range(history.compared, len(looked_at)):  # shared by the detector's rules, which differ only in thresholds
             if same_turn(newest, looked_at[place], normalized=self._normalized):
                 history.again.append(place)
             history.compared = place + 1
@@ -393,10 +403,10 @@ class TurnRule:
         if isinstance(newest, Turn) and again and newest.came.images:
             turns = [(place, turn.came.images) for place, turn in enumerate(looked_at) if isinstance(turn, Turn)]
             shown = {place: images for place, images in turns if images}
-            if len(set(shown.values())) > 1:  # screens move, so that older ones, whose images are gone, were others
+            if len(set(shown.values())) > 1:  # screens change, so older turns without images were different
                 again = [place for place in again if place in shown]
         found = None
-        if again and MIN_CYCLE <= again[0] <= self._max_cycle:  # a longer one would contain the newest turn twice
+        if again and MIN_CYCLE <= again[0] <= self._max_cycle:  # a longer cycle would contain the newest turn twice
             found = self._cycle(history, again[0])
         if again and found is None:
             found = self._repeat(history, newest, limit, again)
@@ -433,7 +443,7 @@ class TurnRule:
         )
 
     def _is_no_news(self, history: History, place: int) -> bool:
-        """Whether the turn at a place is also found further back, or only thinks."""
+        """Whether an equal turn came before the one at this place, or it only thinks."""
         turns = history.newest(MAX_TURNS)
         turn = turns[place]
         if turn.names and all(is_for_thinking(name) for name in turn.names):
@@ -474,7 +484,7 @@ class TurnRule:
         return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
 
     def _nothing_new(self, history: History, limit: Limit) -> Repeat | None:
-        """The loop that gets a note at most, if hardly any of the last turns is new: a circle with a member that varies."""
+        """The loop that gets a note at most, if hardly any recent turn is new: a cycle with one varying member."""
         window = 2 * limit.threshold + 2
         turns = history.newest(MAX_TURNS)
         if len(turns) < window:
@@ -503,7 +513,7 @@ class TurnRule:
         return True
 
     def _similar_error(self, history: History, limit: Limit) -> Repeat | None:
-        """The loop that gets a note at most, if the newest turn failed like most of the ones before it."""
+        """The loop that gets a note at most, if most recent turns failed like the newest."""
         least = max(_MIN_SIMILAR, limit.threshold)
         seen = history.newest(least + _MORE_SIMILAR)
         if len(seen) < least:
@@ -511,7 +521,7 @@ class TurnRule:
         newest = seen[0]
         left = len(seen) - least
         maybe: list[AnyTurn] = []
-        for turn in seen:  # only as far as there may be enough
+        for turn in seen:  # stop when too few are left
             if may_fail_alike(newest, turn):
                 maybe.append(turn)
             else:
@@ -533,16 +543,15 @@ class TurnRule:
         return kept.action_hash + (kept.normalized if self._normalized else kept.raw)
 
     def count(self, history: History, newest: AnyTurn) -> Repeat:
-        """How often the newest turn occurs, if that is no loop."""
+        """How often the newest turn occurs, if that is not a loop."""
         limit = self._limits.of(newest.names)
         turns = history.newest(count_window(limit.threshold))
         again = sum([turn is newest or same_turn(newest, turn, normalized=self._normalized) for turn in turns])
-        below = min(again, limit.threshold - 1)  # it may occur more often, with many new turns in between
+        below = min(again, limit.threshold - 1)  # it may be more frequent, with many new turns in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
 
 def _changes(history: History, place: int) -> bool:
-    """Whether the turn at a place has changed something."""
     turn = history.at(place)
     return turn is not None and turn.evidence & CHANGES != 0
 

@@ -1,10 +1,11 @@
-"""Similarity `mcp`: tools that agents call over HTTP (MCP), and messages that they send to each other (A2A).
+"""Similarity `mcp`: tool calls over HTTP (MCP), and messages between agents (A2A).
 
-Requests that neither call a tool nor send a message are not counted: handshakes, lists, notifications, pings, answers, streams,
-and `tasks/get`, which polls. `extproc.apis.json_rpc` has the formats of requests and answers.
+Other requests are not counted: handshakes, lists, notifications, pings, answers, streams, and
+`tasks/get`, which polls. `extproc.apis.json_rpc` has the formats of requests and answers.
 
-Headers may say what a body calls. If the body differs, it decides and the difference is reported; otherwise, a false header
-could hide a loop. If a policy trusts its server to refuse such requests, it needs no bodies of requests that it does not count.
+Headers may announce the body's call. If the body differs, the body counts and the difference is
+reported; otherwise, a false header could hide a loop. If a policy trusts its server to refuse such
+requests, it needs no bodies of requests that it does not count.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class McpCall:
     """
 
     def __init__(self, tool: str, limit: Limit, identity: bytes | None) -> None:
-        """`identity` is the request's id as it was sent; None if no answer can refer to it."""
+        """`identity` is the request's id as sent; None if an answer cannot refer to it."""
         self.tool = tool
         self.limit = limit
         self.threshold: int | None = limit.threshold
         self.tools: tuple[str, ...] = (tool,) if tool else ()
         self._id = identity
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
-        """See `Similarity`; does not contain the tool's arguments."""
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # the tool tells more than the path
+        """See `Similarity`. Does not contain the tool's arguments."""
         advice = self.advise(outcome, method, path)
         reason = f" {advice.reason}" if advice.reason else ""
         return f"Loop detected: {advice.what}, and was refused.{reason} Repeating it will be refused again. {advice.instead}"

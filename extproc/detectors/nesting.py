@@ -1,9 +1,6 @@
-"""Prompts that repeat themselves.
+"""Nested prompts: a program repeatedly puts a complaint before its own request: `Try again: Try again: ...`.
 
-At the start, a program repeatedly puts a complaint before its own request: `Try again: Try again: ...`. At the end, a prompt
-that contains the whole history as text shows the same step again and again, perhaps before a few lines of instructions.
-
-Takes linear time: the number of places where the text may recur, and of lines at the end, is bounded.
+Takes linear time: only a bounded number of recurrences of the text's beginning are tried.
 """
 
 from __future__ import annotations
@@ -11,7 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 _SHORTEST: Final = 12
-"""Minimum length of the repeated words, in characters; shorter ones may be a line of dashes, or laughter."""
+"""Minimum length of the repeated words, in characters; shorter ones may be a line of dashes, or
+laughter."""
 
 _LEAST: Final = 3
 _MOST: Final = 32
@@ -32,7 +30,7 @@ _DATA: Final = _DIGITS + b"{}[]()<>|,\"'"
 
 
 def count_nested(text: str) -> tuple[int, str]:
-    """How many times in a row a text begins with the same words, and the words; 0 if it does not, or has no other words.
+    """How many times in a row a text begins with the same words, and the words; 0 if there are no other words, too.
 
     >>> count_nested("That was no JSON. That was no JSON. That was no JSON. List the files.")
     (3, 'That was no JSON. ')

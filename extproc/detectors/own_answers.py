@@ -1,7 +1,7 @@
-"""Removes answers that Loopguard gave in the model's place from the history of a client that continued: they are not turns.
+"""Removes Loopguard's answers in the model's place from the history of a client that continued: they are not turns.
 
-Such an answer is removed from a body together with the reply of the agent's program: a result, or a complaint that the answer
-has no action or the wrong form. If a person replies, answer and reply stay.
+An answer is removed together with the program's reply to it: a result, or a complaint about a
+missing action or the format. If a person replied, answer and reply stay.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from extproc.request.notes import quotes_answer, read_around
 from extproc.request.patch import Patch, Value
 
 _MOST_AROUND: Final = 16
-"""Maximum characters that an agent's program adds to an answer, such as the closing tag of a code block."""
+"""Maximum number of characters that an agent's program adds to an answer, such as the end of a code
+block."""
 
 _SAID_WITHIN: Final = 2_000
-"""Length of the start of a reply that is compared, in characters."""
+"""Number of characters of a reply to compare."""
 
 _ERROR: Final = re.compile(
     r"\W{0,8}(?:\w{1,16} ){0,2}\w{0,16}(?:error|exception)(?::| (?:in|while|when|parsing|occurred)\b)", re.IGNORECASE
 )
-"""How programs begin a complaint. The patterns for errors in results would find too much: people also say `try again`."""
+"""How programs begin a complaint. Patterns for errors in results would match too much: people also
+say `try again`."""
 
 
 def leave_out_answers(data: bytes, answers: frozenset[bytes]) -> bytes:
-    """Remove our own answers, and the complaints about them, from a body; returns the same object if none can be removed.
+    """Remove our answers, and complaints about them, from a body; returns the same object if none can be removed.
 
     Args:
         data: the body.
@@ -81,7 +83,7 @@ class _Reader:
         return read_message(self._patch, self._shape, self._patch.read_raw(self._messages[place]))
 
     def _is_answer(self, place: int) -> bool:
-        """Whether a message that contains an answer is the assistant's, and says nothing else."""
+        """Whether a message with an answer is the assistant's, and contains nothing else."""
         message = self._open(place)
         if self._shape.name_speaker(message) != ASSISTANT:
             return False
@@ -90,7 +92,7 @@ class _Reader:
         return all(part.kind == TEXT for part in parts) and len(read_around(said)) <= _MOST_AROUND
 
     def _find_reply(self, place: int) -> int | None:
-        """The index of the next message that is not a reminder; None if that is the assistant's, or nothing follows."""
+        """The index of the next message that is not a reminder; None if it is the assistant's, or there is none."""
         for behind in range(place + 1, len(self._messages)):
             speaker = self._shape.name_speaker(self._open(behind))
             if speaker == ASSISTANT:
@@ -102,8 +104,8 @@ class _Reader:
     def _is_automatic(self, place: int, heard: set[tuple[str, ...]]) -> bool:
         """Whether the reply to an answer is a program's, not a person's.
 
-        A program's is a result, quotes the answer, complains, or repeats the reply to an earlier answer. Only earlier ones
-        count, so that a message is read in the same way in all later requests.
+        A program's reply is a result, quotes the answer, complains, or repeats an earlier reply.
+        Later replies do not count, so that a message is read in the same way in all later requests.
         """
         message = self._open(place)
         parts = self._shape.read(message)

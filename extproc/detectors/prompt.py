@@ -1,8 +1,8 @@
-"""Similarity `prompt`: requests in which the assistant has not acted yet, without what a program changes in each repeat.
+"""Similarity `prompt`: requests before the assistant's first turn, without what a program changes in each retry.
 
-A program that repeats a prompt often adds the time or the number of the attempt, and a new `seed` or request id. Without
-these, the body is compared as with `canonical`. Ids, hex and all other numbers are content: requests for many items, made from
-one template, are different.
+A program that repeats a prompt often adds the time or an attempt number, and a new `seed` or
+request id. Without these, the body is compared as with `canonical`. Ids, hex and all other numbers
+are content, because requests for many items, generated from one template, are different.
 
 Requests with a turn of the assistant are not counted. `turns` compares these.
 """
@@ -26,10 +26,10 @@ _OPTIONS: Final = [
         "/inferenceConfig/temperature", "/options/seed", "/options/temperature",
     )
 ]  # fmt: skip  # one list
-"""What is left out of bodies: notes about a request, and what only makes its answer vary."""
+"""Ignored fields of bodies: notes about a request, and options that only vary its answer."""
 
 _MOST_PLACES: Final = 500
-"""Maximum number of places, for each of `_MOVING`, at which to look for what moves; the rest is compared as it is."""
+"""Maximum number of places to search, for each of `_MOVING`; the rest is compared unchanged."""
 
 _WORD: Final = r"(?:(?<![a-z])|(?<=\\[nrt]))"
 _NUMBER: Final = r"(?:[ _-]?(?:number|count|no\.?))?+"
@@ -80,7 +80,8 @@ _MOVING: Final[list[tuple[re.Pattern[bytes], int, re.Pattern[bytes]]]] = [
         _compile(rf"{_WORD}(?:retry{_NUMBER}{_COUNT}(?:{_OF})?+|try{_NUMBER}{_COUNT}(?:{_OF}|(?=[])}},:]))){_END}"),
     ),
 ]
-"""What to search for in lower case, how far before it a match begins at most, in bytes, and what is left out there."""
+"""An anchor to search for in lower case, how many bytes before it a match may begin, and the
+pattern to remove."""
 
 
 class Prompt(Similarity):
@@ -89,7 +90,7 @@ class Prompt(Similarity):
     looks: ClassVar[bool] = True
 
     def compare(self, document: Document) -> tuple[bytes, None]:
-        """The body without options, clocks and numbers of attempts; see `Similarity`."""
+        """The body without options, clocks and attempt numbers; see `Similarity`."""
         conversation = open_conversation(document)
         speakers = [speaker for speaker in conversation.list_speakers() if speaker]
         if speakers and speakers[-1] == ASSISTANT:  # the start of the answer
@@ -108,7 +109,7 @@ class Prompt(Similarity):
 
 
 def leave_out_moving(text: bytes) -> bytes:
-    """A text with `#` for each clock and each number of an attempt."""
+    """A text with `#` for each clock and each attempt number."""
     lowered = text.lower()
     spans = []
     for anchor, back, pattern in _MOVING:

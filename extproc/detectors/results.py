@@ -1,9 +1,10 @@
-"""Removes the volatile parts of results, those that change by themselves, so that results can be compared.
+"""Normalizes results: removes volatile parts, which change by themselves.
 
-Volatile are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8 digits or more, numbers after
-`line`, `step`, `pid` and `port`, numbers that are all there is under a key or in an element for a duration or a process,
-`:123` positions after a file name, paths below temporary folders, transfer rates, ids of the request itself, what a progress
-bar has overwritten, and the order of Python's sets. Any other change is progress: `3 failed` is not `4 failed`, `45 %` is not
+Volatile are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8
+digits or more, numbers after `line`, `step`, `pid` and `port`, numbers that are the whole value of
+a key or element for a duration or a process, `:123` positions after a file name, paths in temporary
+folders, transfer rates, ids of the request itself, overwritten states of a progress bar, and the
+order of Python's sets. Any other change is progress: `3 failed` is not `4 failed`, `45 %` is not
 `46 %`, and records with different ids or dates are different.
 """
 
@@ -17,10 +18,11 @@ from extproc.detectors.shapes import DIGIT, LONGEST_SHAPE, Stays, write_shapes
 from extproc.looks import look_for
 
 MAX_NORMALIZED: Final = 16_384
-"""Length of the start of a result that is normalized, in characters; the rest is compared unchanged."""
+"""Number of characters of a result to normalize; the rest is compared unchanged."""
 
 _SPARE: Final = 1_024
-"""Up to this many characters less are normalized, to cut at the end of a line, which splits no volatile part."""
+"""Up to this many characters fewer are normalized, to cut at the end of a line, which splits no
+volatile part."""
 
 _HEAD: Final = 128
 _LONGEST: Final = 64
@@ -34,7 +36,7 @@ _CLOCK = r"[0-9]{2}(?::[0-9]{2})?+(?:[.,][0-9]++)?+"
 
 
 def _after(words: str) -> str:
-    """A pattern: the digit just read is the first after one of these words, of equal length, and one to four separators."""
+    """A pattern for a first digit after one of these words, of equal length, and one to four separators."""
     return "|".join(
         [
             rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}[0-9])(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}[0-9])"
@@ -48,7 +50,7 @@ _CHUNK = "|".join([rf"(?<=[cC]hunk[\ _][iI][dD]{_SEPARATOR}{{{number}}}.)" for n
 _IN_FILE = "|".join([*[rf"(?<=\.[A-Za-z]{{{length}}}:.)" for length in (1, 2, 3, 4, 5)], "(?<=akefile:.)", "(?<=ocalhost:.)"])
 
 
-# One pass in linear time: matched text is never given back (possessive quantifiers), and every match starts with a character
+# One pass in linear time: quantifiers are possessive, and every match starts with a character
 # of one small set, which the engine finds fast. Lookbehinds check the text before it.
 _VOLATILE: Final = re.compile(
     rf"""
@@ -98,12 +100,12 @@ _KEYS = r"""
   | _[mM][sS]:?\ -?[0-9]
 """
 _may_have_keys: Final = look_for(_KEYS)
-"""Whether a text may contain what `_OF_KEY` finds."""
+"""Whether a text may contain a match of `_OF_KEY`."""
 
-_WITHOUT_DIGITS = r"/tmp/|/var/folders/|hunk[\ _][iI][dD]|[a-fA-F]{8}"  # noqa: S108  # no file
+_WITHOUT_DIGITS = r"/tmp/|/var/folders/|hunk[\ _][iI][dD]|[a-fA-F]{8}"  # noqa: S108  # not a file
 _may_be_volatile_without_digits: Final = look_for(_WITHOUT_DIGITS)
 _is_special: Final = look_for(f"{_WITHOUT_DIGITS}|{_KEYS}|AppData/")
-"""Whether a text may contain what only parts of the functions below look for."""
+"""Whether a text may contain a match of the rarer patterns below."""
 _may_be_volatile: Final = look_for(
     rf"""
       {_WITHOUT_DIGITS}|[0-9a-fA-F]{{8}}
@@ -113,10 +115,10 @@ _may_be_volatile: Final = look_for(
     | {_KEYS} | AppData/
     """
 )
-"""Whether a text or a line may have volatile parts. `_VOLATILE` takes ten times as long."""
+"""Whether a text or line may have volatile parts. `_VOLATILE` takes ten times as long."""
 
 _UNIX_TIME: Final = "0000000000"
-"""The shape of a number that may be a Unix time, in seconds or smaller units: only there, not all digits are alike."""
+"""The shape of a possible Unix time, in seconds or smaller units. Only there do the digits matter."""
 
 _STAYS: Final = Stays(_VOLATILE, unless=_UNIX_TIME)
 
@@ -132,7 +134,8 @@ _NAMED: Final = re.compile(
     re.VERBOSE,
 )
 
-# Keys that name a duration or a process, in JSON, Python and XML: their numbers are left out, quoted or not.
+# Keys for a duration or a process, in JSON, Python and XML: their numbers are removed, quoted or
+# not.
 _IN_UNIT = r"""
     (?:[_-]?(?i:in))?(?:
         [_-](?i:(?:milli|micro|nano)(?:sec(?:ond)?)?s?|[mun]?sec(?:ond)?s?|[mun]?s)
@@ -172,7 +175,8 @@ _OF_KEY: Final = re.compile(
 )
 
 _IN_WINDOWS: Final = re.compile(r"""(AppData(\\{1,4}|/)Local\2Temp\2)(?:[^\s"'`<>:;,()\[\]{}|*?\\/]++|\2(?!\\))++""")
-"""A path below the temporary folder of Windows. Where backslashes are doubled, a single one begins an escape."""
+"""A path in the temporary folder of Windows. Where backslashes are doubled, a single one begins an
+escape."""
 
 _OVERWRITTEN: Final = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
 """Text that a terminal no longer shows, such as earlier states of a progress bar."""
@@ -186,11 +190,11 @@ _may_name_ids: Final = look_for(
       (?:req|request|trace|call|toolu)_[A-Za-z0-9]{8}|(?:[rR]equest|[tT]race|[cC]orrelation)[\ _-]?[iI][dD]|[nN]once|\{'
     """
 )
-"""Whether a text may contain what `_PREFIXED`, `_NAMED` or `_SET` find."""
+"""Whether a text may contain a match of `_PREFIXED`, `_NAMED` or `_SET`."""
 
 
 def finds_any(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
-    """Whether one of the patterns is in a text."""
+    """Whether one of the patterns matches in a text."""
     for pattern in patterns:  # noqa: SIM110  # compiled, a generator is read to its end
         if pattern.search(text):
             return True
@@ -198,7 +202,7 @@ def finds_any(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
 
 
 def normalize(text: str) -> str:
-    """A result without its volatile parts; results that differ in nothing else become equal.
+    """A result without its volatile parts; results that differ only in these become equal.
 
     >>> normalize("line 7: /tmp/x1: not found after 0.3s (3 failed)")
     'line #: #: not found after # (3 failed)'
@@ -230,7 +234,7 @@ def _normalize(text: str) -> str:
 
 
 def _leave_out(text: str) -> str:
-    """A text without numbers of keys, and without what `_VOLATILE` finds."""
+    """A text without numbers of keys and matches of `_VOLATILE`."""
     mark = DIGIT
     if _is_special(text):
         if _may_have_keys(text):
@@ -246,7 +250,7 @@ def _leave_out(text: str) -> str:
     for line, shape in zip(text.split("\n"), shapes.split("\n"), strict=True):
         if mark not in shape:
             lines.append(line)
-        elif len(line) > LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # its shape is unique, or does not show all
+        elif len(line) > LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # its shape is unique, or ambiguous
             lines.append(_VOLATILE.sub(_GONE, line) if _may_be_volatile(line) else line)
         else:
             take = _STAYS.find(shape)
@@ -258,7 +262,7 @@ def _leave_out(text: str) -> str:
 
 
 def normalize_head(text: str) -> str:
-    """The start of a long result without volatile parts; empty if the result is short, or these depend on what follows."""
+    """The normalized start of a long result; empty if the result is short, or if the start depends on the rest."""
     if len(text) <= _HEAD or "\r" in text:
         return ""
     head = text[:_HEAD]
@@ -277,5 +281,5 @@ def count_lines(text: str) -> int:
 
 
 def differ_in_lines(one: int, other: int) -> bool:
-    """True if results differ because their numbers of line ends, from `count_lines`, do."""
+    """Whether results differ because their numbers of line ends, from `count_lines`, do."""
     return one != other and one >= 0 and other >= 0

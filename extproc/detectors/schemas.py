@@ -1,11 +1,11 @@
-"""What a JSON schema certainly refuses in a call's arguments, for a note that names it.
+"""What a JSON schema certainly refuses in a call's arguments, for notes.
 
-JSON Schema 2020-12, as far as tools are declared with it, and OpenAPI's `nullable`. Other keywords only refuse more, so they
-are skipped; if they could allow more, or a schema contradicts itself, nothing is claimed. However a schema is nested, and
-whatever it refers to, the number of steps is bounded.
+It knows the part of JSON Schema 2020-12 that tools use, and OpenAPI's `nullable`. Other keywords
+only refuse more, so they are skipped; if they could allow more, or a schema contradicts itself,
+there is no result. The number of steps is bounded for any nesting and any references.
 """
 
-# interpreted: looks for the cause that a note names
+# interpreted: runs only for notes
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ UNKNOWN: Final = "unknown"
 _MOST_STEPS: Final = 400
 _STEP_BITS: Final = 3
 _PATH_BITS: Final = 8
-"""Maximum steps for one schema. Comparing a value with a part of it takes one step, and so do 2 to the power of these bits of
-names, or of letters in a path."""
+"""Maximum steps for one schema. Comparing a value with a part of it takes one step, and so do 2 to
+the power of these bits of names, or of letters in a path."""
 
 _DEEPEST: Final = 16
 _LONGEST_REFERENCE: Final = 512
@@ -53,8 +53,8 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: MISSING, WRONG or UNKNOWN.
-        path: place of the value, such as `filter.date` or `rows[2].id`; empty for the arguments as a whole. For missing or
-            unknown names, place of their object.
+        path: place of the value, such as `filter.date` or `rows[2].id`; empty for the arguments as
+            a whole. For missing or unknown names, place of their object.
         names: the missing names, one of which is enough if `any_of`; or the unknown name.
         wanted: descriptions of accepted values, any of which fits after `must be`.
         values: the accepted values, instead of descriptions.
@@ -118,7 +118,7 @@ class _Search:
         return fault
 
     def _check_values(self, schema: dict[str, Json], names: Sequence[str], value: Json, path: str) -> Fault | None:
-        """Compare a value with `enum` and `const`, as far as these hold texts, whole numbers and the like."""
+        """Compare a value with `enum` and `const`, if these contain only simple values."""
         allowed = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(allowed, list) or not _is_plain(value):
             return None
@@ -213,7 +213,7 @@ class _Search:
 
 
 def _choose(faults: list[Fault], path: str) -> Fault:
-    """One fault for a value that no part accepts: that of the part which was meant, or what they have in common."""
+    """One fault for a value that no branch accepts: that of the intended branch, or what they have in common."""
     own = [fault for fault in faults if fault.kind == WRONG and fault.path == path]
     inside = [fault for fault in faults if fault not in own]
     if len(inside) == 1 or (inside and all(fault == inside[0] for fault in inside)):
@@ -237,7 +237,7 @@ def _read_types(schema: dict[str, Json]) -> list[str]:
 
 
 def _is_open(schema: dict[str, Json], value: Json, depth: int) -> bool:
-    """Whether a schema allows null in OpenAPI's way, or has references that are relative to itself, which are not followed."""
+    """Whether a schema allows null in OpenAPI's way, or has its own base for references, which are not followed."""
     return (value is None and schema.get("nullable") is True) or ("$id" in schema and depth > 0)
 
 
@@ -248,7 +248,10 @@ def _check_type(names: Sequence[str], value: Json, path: str) -> Fault | None:
 
 
 def _fits(names: Sequence[str], value: Json) -> bool:
-    """Whether a value is of one of these types; Raw is a number with a fraction or an exponent in its only spelling."""
+    """Whether a value has one of these types.
+
+    Raw is a normalized number with a fraction or an exponent.
+    """
     if value is None:
         return "null" in names
     if isinstance(value, bool):
@@ -273,12 +276,12 @@ def _is_plain(value: Json) -> bool:
 
 
 def _is_same(one: Json, other: Json) -> bool:
-    """Whether two values may be equal; exact only for plain values. `true` is not 1."""
+    """Whether two values may be equal; exact only for simple values. `true` is not 1."""
     return isinstance(one, bool) == isinstance(other, bool) and (not _is_plain(one) or one == other)
 
 
 def _write(value: Json) -> str:
-    """A plain value, as in JSON but without quotes."""
+    """A simple value, as in JSON but without quotes."""
     return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Scratchpads: one text with all that a ReAct agent has done so far, as LangChain's classic agents send it.
+"""Scratchpads: one text with all steps of a ReAct agent, as LangChain's classic agents send it.
 
     Question: ...
     Thought: I have to look
@@ -7,8 +7,8 @@
     Observation: nothing found
     Thought:
 
-Each step is read as two messages: the assistant's, with thought and action, and the observation. The description of the
-format and its examples come before the last question, and are not steps.
+Each step is read as two messages: the assistant's, with thought and action, and the observation.
+The description of the format and its examples come before the last question, and are not steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from extproc.apis.messages import TEXT
 _LEAST_STEPS: Final = 2
 _FENCE: Final = "```"
 _LOOKED_AT: Final = 131_072
-"""Length of the end of a text that is searched, in characters."""
+"""Number of characters to search, from the end of a text."""
 
 _OBSERVED: Final = "bservation"
 """Every scratchpad contains this."""
@@ -46,7 +46,7 @@ _BEGIN: Final = "begin!"
 
 
 def unfold(message: Message) -> list[Message]:
-    """The messages that the scratchpad in a message stands for, newest first; the message itself if it has none."""
+    """The messages of a scratchpad, newest first; the message itself if it is not one."""
     parts = message.read_parts()
     if not parts or any(part.kind != TEXT for part in parts):
         return [message]

@@ -1,7 +1,8 @@
-"""Removes parts of lines that a pattern finds, once for all lines of a shape.
+"""Removes matches of a pattern from lines, searching once for all lines of a shape.
 
-The shape of a line has a 0 for each digit. Tools repeatedly write the same lines with other numbers, and a search takes much
-longer than cutting a line in known places. The pattern has to take all digits alike, and look at nothing beyond its line.
+The shape of a line has a 0 for each digit. Tools write the same lines with other numbers again and
+again, and a search takes much longer than cutting a line at known places. The pattern must treat
+all digits alike, and not look beyond its line.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ DIGIT: Final = "0"
 LONGEST_SHAPE: Final = 512
 _MOST_SHAPES: Final = 4_096
 _MOST_STAYS: Final = 16
-"""Bounds of each cache: characters of a shape, shapes in each of two generations, and parts of a line. A shape takes up to
-3 KB, a cache up to 25 MB even under attack. Without it, the benchmark's row "a log, normalized vs. split into lines" takes 13
-times as long."""
+"""Limits of each cache: characters of a shape, shapes per generation, and parts of a line. A shape
+takes up to 3 KB, a cache up to 25 MB even under attack. Without the cache, the benchmark's row "a
+log, normalized vs. split into lines" takes 13 times as long."""
 
 _DIGITS: Final = bytes.maketrans(b"123456789", DIGIT.encode() * 9)
 
 Take: TypeAlias = Callable[[str], Iterable[str]] | bool
-"""Takes the parts between those that the pattern finds from a line. False if it finds none, True if the shape does not tell."""
+"""Returns the parts of a line between matches. False if there are no matches, True if the shape
+does not determine them."""
 
 
 def write_shapes(text: str) -> str:
-    """The shapes of a text's lines, of the same lengths; only ASCII is told apart."""
+    """The shapes of a text's lines, of the same lengths; characters beyond ASCII become `?`."""
     return text.encode("latin-1", "replace").translate(_DIGITS).decode("latin-1")
 
 
 class Stays:
-    """What stays of lines, by their shapes."""
+    """The parts of lines that remain, by shape."""
 
     def __init__(self, pattern: re.Pattern[str], unless: str = "") -> None:
-        """Take a pattern; the shape of lines with `unless` in it does not tell what the pattern finds."""
+        """If `unless` is in a shape, the shape does not determine the matches."""
         self._pattern = pattern
         self._unless = unless
         self._known: Memo[str, Take] = Memo(_MOST_SHAPES)
 
     def find(self, shape: str) -> Take:
-        """What to take from lines of a shape, which is no longer than `LONGEST_SHAPE`."""
+        """What to take from lines of a shape of at most `LONGEST_SHAPE` characters."""
         known = self._known.get(shape)
         if known is not None:
             return known

@@ -2,8 +2,9 @@
 
 A result is compared together with its call, even if the call is further back.
 
-An agent appends every turn to its history, so whole bodies are almost never equal, but requests of a stuck agent end in the
-same way. Text is compared in lower case, with each run of white space as one space, and none around it.
+An agent appends every turn to its history, so whole bodies are almost never equal, but requests of
+a stuck agent end in the same way. Text is compared in lower case, with each run of white space as
+one blank, and trimmed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from extproc.detectors.turn import digest_images
 from extproc.objects import JsonObject
 from extproc.request.document import ABSENT, Document, NotCounted, open_value, write_canonical
 
-# Separators that UTF-8 never contains, so that different parts never join to equal bytes.
+# Separators that UTF-8 never contains, so that joined parts stay distinct.
 _NEXT_PART: Final = b"\xff"
 _NEXT_MESSAGE: Final = b"\xfe"
 
@@ -64,7 +65,7 @@ class Tail(Similarity):
 
 
 def _write_message(message: Message, document: Document, unasked: dict[str, int]) -> bytes:
-    """A message's speaker and parts; adds the ids of its results to `unasked`, and removes those of its calls."""
+    """A message's speaker and parts; adds ids of its results to `unasked`, and removes those of its calls."""
     fields = [message.speaker.encode()]
     for part in message.read_parts():
         kind, value = part.kind, part.value
@@ -86,7 +87,7 @@ def _write_message(message: Message, document: Document, unasked: dict[str, int]
 
 
 def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> list[bytes]:
-    """The calls in older messages that results in the tail answer: `ok` is a different result after a different call."""
+    """The older calls whose results are in the tail: `ok` after a different call is a different result."""
     fields: list[bytes] = []
     for message in messages if unasked else ():
         parts = message.read_parts()
@@ -103,7 +104,7 @@ def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> list[by
 
 
 def _settle(identity: str, unasked: dict[str, int]) -> bool:
-    """Whether a result still needs a call with this id; if so, one result less needs it."""
+    """Whether a result still needs a call with this id; decrements the number of such results."""
     wanted = unasked.pop(identity, 0)
     if wanted > 1:
         unasked[identity] = wanted - 1

@@ -1,9 +1,10 @@
 """Similarity `tool_calls`: a tool called repeatedly with the same arguments and the same result.
 
-An agent's request contains its history, so one request is sufficient to detect a loop, and nothing is counted. Two calls are
-equal if tool, canonical arguments and result are: the same call with a new result is progress.
+An agent's request contains its history, so one request is enough to detect a loop, and nothing is
+counted. Two calls are equal if tool, canonical arguments and result are: the same call with a new
+result is progress.
 
-The history is read from the newest call to older ones, only as far as a loop could still be found.
+The history is read from the newest call on, and only while a loop is possible.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _INSTEAD: Final = "change the approach or the arguments, or finish with the resu
 
 
 class ShownCall:
-    """One call in a conversation; its canonical spelling is computed on demand.
+    """One call in a conversation; its canonical form is computed lazily.
 
     Attributes:
         name: the tool's name.
@@ -43,7 +44,7 @@ class ShownCall:
     """
 
     def __init__(self, call: Part, answer: Part | None, turn: int) -> None:
-        """Take a call, and its result if there is one."""
+        """`answer` is the call's result, if there is one."""
         self.name = call.name
         self.turn = turn
         self._call = call
@@ -53,14 +54,14 @@ class ShownCall:
 
     @property
     def arguments(self) -> bytes:
-        """The arguments in canonical spelling."""
+        """The arguments in canonical form."""
         if self._arguments is None:
             self._arguments = write_canonical(read_arguments(self._call.value))
         return self._arguments
 
     @property
     def outcome(self) -> bytes:
-        """The result in canonical spelling; empty if there is none."""
+        """The result in canonical form; empty if there is none."""
         if self._outcome is None:
             self._outcome = b""
             if self._answer is not None:
@@ -69,7 +70,7 @@ class ShownCall:
         return self._outcome
 
     def same(self, other: ShownCall, *, results: bool) -> bool:
-        """Whether two calls are equal; if `results` count, calls without a result never are."""
+        """Whether two calls are equal; if `results` are compared, calls without a result never are."""
         if self is other:
             return True
         if self.name != other.name or self.arguments != other.arguments:
@@ -82,7 +83,7 @@ class ShownCall:
 
     @property
     def images(self) -> bytes:
-        """A digest of the images beside the result; empty for none. See `Part`."""
+        """A digest of the images beside the result; empty if there are none. See `Part`."""
         return digest_images(self._answer) if self._answer is not None and self._answer.images is not ABSENT else b""
 
     def spell(self, *, results: bool) -> bytes:
@@ -101,7 +102,7 @@ class ToolCalls(HistorySimilarity):
         self._max_cycle = keys.max_cycle
         self._results = keys.compare_results
         self._reset = keys.reset_on_user_message
-        self._cooldown = keys.cooldown_seconds > 0  # a call that does not loop may then be refused
+        self._cooldown = keys.cooldown_seconds > 0  # a call outside a loop may then be refused
         stricter = [ToolCalls(raised) for raised in keys.list_steps(self.default_threshold)[1:]]
         self._stricter = list(enumerate(stricter, 1))[::-1]
 
@@ -125,14 +126,14 @@ class ToolCalls(HistorySimilarity):
         return best
 
     def _spell_newest(self, calls: Newest[ShownCall]) -> bytes:
-        """All that is compared of the newest turn's calls, sorted, because their order does not matter."""
+        """All that is compared of the newest turn's calls, sorted, because order does not matter."""
         spelled: list[bytes] = []
         while (call := calls.at(len(spelled))) is not None and not call.turn:
             spelled.append(call.spell(results=self._results))
         return _NEXT_CALL.join(sorted(spelled))
 
     def show(self, document: Document) -> list[str]:
-        """The calls that are looked at, oldest first; see `Similarity`."""
+        """The calls that are compared, oldest first; see `Similarity`."""
         found = Newest(self._list_counted(document)).newest(self._limits.widest)
         named = [call.spell(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
         return named or [NO_CALLS]
@@ -149,7 +150,7 @@ class ToolCalls(HistorySimilarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Thresholds that are greater than the window, so that they are never reached; see `Similarity`."""
+        """Thresholds that exceed the window and are never reached; see `Similarity`."""
         threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
         tools = loop.get("tools")
         limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
@@ -163,7 +164,7 @@ class ToolCalls(HistorySimilarity):
                 yield where, f"{never}; raise window_calls or lower it"
 
     def _list_counted(self, document: Document) -> Iterator[ShownCall]:
-        """The calls that may be part of a loop, newest first; equal calls made at once count as one."""
+        """The calls that may be part of a loop, newest first; equal parallel calls count as one."""
         conversation = open_conversation(document)
         if conversation.elsewhere:
             raise NotCounted("no_history")
@@ -182,7 +183,7 @@ class ToolCalls(HistorySimilarity):
                 if call.spell(results=self._results) in at_once:
                     continue
             newer = call
-            yield call  # compiled, a generator expression would be read to its end at once
+            yield call  # compiled, a generator expression would run to its end
 
     def _find_limit(self, call: ShownCall) -> Limit:
         return self._limits.of((call.name[:MAX_NAME],))
@@ -198,7 +199,8 @@ class ToolCalls(HistorySimilarity):
             shared = limit is self._limits.default
             if shared and place >= limit.window_calls:
                 continue
-            # The window of a tool with its own entry has only its own calls, so that other calls cannot displace them.
+            # A tool with its own entry has a window of its own calls, so that other calls cannot
+            # displace them.
             looked_at = calls.newest(limit.window_calls if shared else MAX_CALLS)
             among = looked_at if shared else [other for other in looked_at if other.name == call.name][: limit.window_calls]
             equal = [other for other in among if self._same(call, other)]
@@ -223,7 +225,7 @@ class ToolCalls(HistorySimilarity):
         return sum([rounds[turn] not in rounds[turn + 1 :] for turn in between if rounds[turn]]) > allowed
 
     def _cycle(self, calls: Newest[ShownCall]) -> Repeat | None:
-        """The shortest cycle of different calls that has enough rounds; None if there is none."""
+        """The shortest cycle of different calls that has enough rounds, if any."""
         newest, length = calls.at(0), 1
         while newest is not None and length <= self._max_cycle:
             before = calls.at(length)
@@ -261,8 +263,8 @@ def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[ShownCal
 
     Args:
         messages: newest first.
-        reset: stop at the last message that a person wrote. Results do not count as such, nor does text beside them that is
-            completely wrapped in a tag: that is from the agent's own program.
+        reset: stop at a person's newest message. Results do not count as such, nor does text beside
+            them that is completely wrapped in a tag, because that is from the agent's own program.
     """
     answers: dict[str, list[Part]] = {}  # ids need not be unique; the order then decides
     turn, calling, silent = 0, False, True
@@ -285,7 +287,7 @@ def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[ShownCal
                 waiting = answers.get(part.id)
                 yield ShownCall(part, waiting.pop(0) if waiting else None, turn)
         if silent and speaks and not answers:
-            turn, silent = 1, False  # it has said something since, without a call
+            turn, silent = 1, False  # it has spoken since, without a call
 
 
 def _is_said(speaker: str, parts: list[Part]) -> bool:

@@ -23,7 +23,7 @@ _CHANGING: Final = frozenset(
      "alter")
 )  # fmt: skip  # one list
 _OWN: Final = frozenset({"todo", "todos", "think", "thought", "plan", "note", "notes", "memory"})
-"""Words for an agent's own notes, which its tools do not read."""
+"""Words for an agent's own notes, which other tools do not read."""
 
 _NAME_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
@@ -37,7 +37,7 @@ def count_rounds(length: int, threshold: int) -> int:
 
 
 class Limit(NamedTuple):
-    """The limit of a tool, or of tools used at once; see `Tool`."""
+    """The limit of a tool, or of tools used in parallel; see `Tool`."""
 
     threshold: int
     reason: str = ""
@@ -51,12 +51,15 @@ class ToolLimits:
     Attributes:
         default: the limit of tools without an entry.
         lowest: the lowest threshold.
-        highest: the highest one.
+        highest: the highest threshold.
         widest: the widest window, in calls.
     """
 
     def __init__(self, threshold: int, tools: dict[str, Limit] | None = None, window_calls: int = 0) -> None:
-        """Names in `tools` may contain `*` for anything; an exact name comes first, then the first pattern that matches."""
+        """Names in `tools` may contain `*` for anything.
+
+        An exact name comes first, then the first matching pattern.
+        """
         self._tools = tools or {}
         self.default = Limit(threshold, window_calls=window_calls)
         self.lowest = min([threshold, *[limit.threshold for limit in self._tools.values()]])
@@ -65,7 +68,7 @@ class ToolLimits:
         self._patterns = [(name.split("*"), limit) for name, limit in self._tools.items() if "*" in name]
 
     def of(self, names: Sequence[str]) -> Limit:
-        """The limit of tools used at once: the highest threshold; if one of them is exempt, all are."""
+        """The limit of tools used in parallel: the highest threshold; if one of them is exempt, all are."""
         if not self._tools or not names:
             return self.default
         if len(names) == 1:
@@ -94,7 +97,10 @@ def find_role(names: Sequence[str], hints: Mapping[str, bool]) -> int:
 
 
 def _read_role(name: str) -> int:
-    """The role by a name's first verb: `mcp__git__create_branch` changes something. 0 if a later verb contradicts reading."""
+    """The role by a name's first verb: `mcp__git__create_branch` changes something.
+
+    0 if a later verb contradicts reading.
+    """
     words = [word.lower() for word in _NAME_WORD.findall(name[-256:].rpartition("__")[2])]
     verb = next((word for word in words if word in _READING or word in _CHANGING), "")
     if not verb or not _OWN.isdisjoint(words):
@@ -105,7 +111,7 @@ def _read_role(name: str) -> int:
 
 
 def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-    """Find `window_calls` in `tools` of a raw loop_detection entry: the place of each, and why it is wrong."""
+    """Find `window_calls` in `tools` of a raw loop_detection entry; yields each place and why it is wrong."""
     tools = loop.get("tools")
     for name, tool in tools.items() if isinstance(tools, dict) else ():
         if isinstance(tool, dict) and tool.get("window_calls") is not None:
@@ -113,7 +119,10 @@ def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Pla
 
 
 def matches(name: str, pattern: Sequence[str]) -> bool:
-    """Whether a name is a pattern's parts with anything between; takes linear time, because clients choose names."""
+    """Whether a name matches a pattern's parts with anything between.
+
+    Takes linear time, because clients choose names.
+    """
     first, *between, last = pattern
     if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
         return False

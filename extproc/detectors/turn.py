@@ -1,7 +1,7 @@
-"""One turn of an agent: what the assistant does, and everything after that up to its next message.
+"""One turn of an agent: an assistant message, and everything after it up to the next one.
 
-Requests are read on demand. What is read of a turn is kept with the facts of its messages, for later readers and requests; see
-`MessageFacts`. A turn of an earlier request is reduced to hashes.
+Requests are read lazily. What is read of a turn is cached with the facts of its messages, for later
+readers and requests; see `MessageFacts`. A turn of an earlier request is reduced to hashes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _MARKS: Final = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
 _may_be_injected: Final = look_for("|".join([start for start, _ in _MARKS]))
 
 _MAX_NORMALIZED_IN_ALL: Final = 6 * MAX_NORMALIZED
-"""Maximum length of all results of a request to normalize, in characters; others are compared unchanged."""
+"""Maximum length of all results of a request to normalize, in characters; others are compared
+unchanged."""
 
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
 
 _MOST_NAMES_KEPT: Final = 8
 _LONGEST_NAMES_KEPT: Final = 256
-"""Number and length of the names of an action that is kept with its message."""
+"""Maximum number and length of the names of an action that is cached with its message."""
 
 _KNOWN: Final = 1
 _RETURNED: Final = 2
@@ -63,15 +64,16 @@ _LONG_RESULT: Final = 200
 """Minimum length of a long result, in characters; legitimate repetition has shorter ones."""
 
 HARNESS: Final = frozenset({"system", "developer"})
-"""Speakers of the harness's messages within a conversation: reminders that come and go, and are not part of any result."""
+"""Speakers of the harness's messages within a conversation: reminders that come and go, and belong
+to no result."""
 
 NUMBERS: Final = re.compile(r"[0-9]+")
 _SIX_BITS: Final = 0x3F
 _NO_TEXT: Final = 0x80
-"""High bits of bytes that can stand in place of a name in an entry: no UTF-8 text begins with one."""
+"""High bits of bytes that may replace a name in an entry: no UTF-8 text begins with them."""
 _FAILURE: Final = 3
 _FAILURE_BITS: Final = 4
-"""Length of the id of a failure, in bytes, and its length in an entry, which has six bits of it in each byte."""
+"""Length of a failure's id, in bytes, and its length in an entry, with six bits in each byte."""
 
 _WORDS_BITS: Final = 11
 """Length of the digest of a user's words in an entry, in the same format."""
@@ -80,7 +82,7 @@ _ENTRY_NAME: Final = MAX_ENTRY - 1 - 3 * _DIGEST
 RAW: Final = 1 + _DIGEST
 NORMALIZED: Final = RAW + _DIGEST
 REST: Final = NORMALIZED + _DIGEST
-"""Offsets in an entry: of the result's hashes, and of what is behind them."""
+"""Offsets in an entry: of the result's hashes, and of the rest."""
 
 _starts: Final = [blake2b(digest_size=size or 1).copy for size in range(17)]
 
@@ -92,10 +94,10 @@ class Reading:
         conversation: the conversation.
         document: the document that contains it.
         ignored: names of arguments that are thoughts.
-        hints: whether tools only read, by name; None until they are needed.
+        hints: whether tools only read, by name; None until needed.
         left: number of characters of results that may still be normalized.
         newest: the newest message, except a prefill; None if there is none.
-        unfolded: the messages that stand for it if it is a scratchpad, else at most itself.
+        unfolded: the messages of a scratchpad if it is one; else at most itself.
         in_text: it is a scratchpad.
     """
 
@@ -110,7 +112,7 @@ class Reading:
         self.in_text = len(self.unfolded) > 1
 
     def count_turns(self, most: int) -> int:
-        """The number of turns, up to this many, if all but the newest were answered; -1 if they have to be read to know."""
+        """The number of turns, up to `most`, if all but the newest were answered; -1 if only reading them would tell."""
         conversation, first = self.conversation, 1 if self.conversation.prefilled else 0
         if self.in_text or conversation.elsewhere or self.document.shortened or len(conversation) > MAX_STEPS:
             return -1
@@ -131,10 +133,13 @@ class Reading:
 
 
 class ShownTurns:
-    """The turns of a reading, newest first, read on demand. A reading must not refer to turns, which refer to it."""
+    """The turns of a reading, newest first, read lazily.
+
+    A reading must not refer to its turns, because they refer to it.
+    """
 
     def __init__(self, reading: Reading, most: int) -> None:
-        """Begin with the newest turn; `most` is the number of turns to read."""
+        """Begin with the newest turn; `most` is the maximum number of turns to read."""
         self._reading = reading
         self._left = most if reading.newest is not None else 0
         self._number = 1 if reading.conversation.prefilled else 0
@@ -159,14 +164,14 @@ class ShownTurns:
             if turn is None:
                 break
             if not turn.answered and newer is not None and (newer.calls or not newer.known) and not turn.calls:
-                continue  # the thought of the message behind it
+                continue  # a thought before the next message
             self._left -= 1
             self._newer = turn
             return turn
         raise StopIteration
 
     def _read_shown(self) -> Turn | None:
-        """The turn before those that were read; the last may be one whose action is not shown."""
+        """The next older turn. The last one may have an unknown action."""
         reading, number = self._reading, self._number
         conversation = reading.conversation
         if number < 0:
@@ -178,7 +183,7 @@ class ShownTurns:
         self._number = -1
         conversation.check_count()
         unknown = conversation.elsewhere
-        if self._newer is None and reading.newest is not None:  # if the newest message has results, there was an action
+        if self._newer is None and reading.newest is not None:  # results in the newest message mean that there was an action
             unknown = unknown or RESULT in [part.kind for part in reading.newest.read_parts()]
         if unknown and not reading.document.shortened:
             oldest = conversation.find_group(number - 1) if number else None
@@ -189,7 +194,7 @@ class ShownTurns:
         return None
 
     def _read_step(self) -> Turn | None:
-        """The turn before those that were read; its messages may be parts of one text."""
+        """The next older turn; its messages may be parts of one text."""
         for message in self._messages:
             if message.speaker != ASSISTANT:
                 self._behind.append(message)
@@ -200,16 +205,16 @@ class ShownTurns:
 
 
 class ActionFacts:
-    """What the assistant does in a turn, kept with its first message; never changed, but for what is worked out on demand.
+    """The action of a turn, cached with its first message.
 
     Attributes:
         ignored: names of the arguments that were treated as thoughts.
-        messages: facts of the other messages in which it was read.
+        messages: facts of the other messages that were read for it.
         names: as in `Turn`.
         hash: as in `Turn`.
         size: length of the action, in bytes.
         calls: as in `Turn`.
-        units: units that it takes to read the action; see `Inspection`.
+        units: units for reading the action; see `Inspection`.
     """
 
     def __init__(self, ignored: frozenset[str], messages: list[MessageFacts], action: AssistantAction, units: int) -> None:
@@ -223,15 +228,15 @@ class ActionFacts:
 
 
 class _Result:
-    """What came after an action, as it was read.
+    """Everything after an action.
 
     Attributes:
-        text: everything that came, as one text.
+        text: all of it, as one text.
         ids: ids of the calls that were answered.
-        images: as in `ResultFacts`, as everything below.
+        images: as in `ResultFacts`, as are the following.
         returned: tools returned anything.
         marked: the API marks a result as an error.
-        whole: it depends on a whole message, and so on more than its facts.
+        whole: it depends on a whole message, not only on its facts, so it is not cached.
     """
 
     def __init__(self) -> None:
@@ -252,19 +257,19 @@ class _Result:
 
 
 class ResultFacts:
-    """What came after the action of a turn, kept with the assistant's first message; changed as `ActionFacts` are.
+    """Everything after the action of a turn, cached with the first assistant message.
 
     Attributes:
         ignored: as in `ActionFacts`.
         messages: facts of the turn's other messages.
-        units: units that it takes to read the result, besides those for the action.
+        units: units for reading the result, besides those for the action.
         returned: as in `Turn`.
         marked: the API marks a result as an error.
         hash: Python's hash of the result.
         size: length of the result, in characters.
         lines: number of line ends in the result, or -1 if some may be escaped.
-        images: a digest of the images beside results; empty for none. See `Part`.
-        head: as in `Turn`; None if not known yet, as everything below.
+        images: a digest of the images beside results; empty if there are none. See `Part`.
+        head: as in `Turn`; None until computed, as are the following.
         opening: as in `Turn`.
         failure: as in `Turn`.
         failure_id: as in `Turn`, of a normalized result.
@@ -293,21 +298,22 @@ class ResultFacts:
 
 
 class Turn:
-    """One turn of a request, which is read on demand.
+    """One turn of a request, read lazily.
 
-    Asking for the action takes its units, and asking for the result takes the units of both. Each is charged once per turn,
-    whether it is cached or has to be read.
+    Reading the action charges its units; reading the result charges those of both. Each is charged
+    once per turn, cached or not.
 
     Attributes:
-        known: the request shows what the assistant did.
-        referenced: the request refers to what the assistant did.
-        answered: something follows before the assistant's next message; else no request ended with this turn.
+        known: the request shows the action.
+        referenced: the request refers to the action.
+        answered: a message follows before the next assistant message; otherwise no request ended
+            with this turn.
     """
 
     def __init__(
         self, reading: Reading, group: Group, message: Message | None = None, behind: list[Message] | None = None
     ) -> None:
-        """Take messages; those in a text are `message`, the assistant's, and `behind` it, newest first."""
+        """In a scratchpad, `message` is the assistant's part of the text, and `behind` what follows it, newest first."""
         facts = group.facts
         self.answered = group.answered
         self.referenced = facts is not None and facts.refers
@@ -334,19 +340,19 @@ class Turn:
         return self._reading.in_text
 
     def _list_others(self, end: int) -> list[MessageFacts]:
-        """The facts of the messages behind the first one, before an index."""
+        """The facts of the messages after the first one, up to an index."""
         start = self._group.start
         return self._reading.conversation.list_facts(start + 1, end) if end > start + 1 else []
 
     def _open(self) -> Message | None:
-        """The assistant's message; None if the server keeps it."""
+        """The assistant message; None if it is on the server."""
         group = self._group
         if self._message is None and group.place >= 0:
             self._message = self._reading.conversation.open_group(group.start, group.place)
         return self._message
 
     def _list_behind(self) -> list[Message]:
-        """The messages behind the assistant's, newest first."""
+        """The messages after the assistant's, newest first."""
         if self._behind is None:
             conversation, group = self._reading.conversation, self._group
             places = [(at, conversation.find_facts(at).speaker) for at in range(group.end - 1, group.place, -1)]
@@ -355,13 +361,13 @@ class Turn:
 
     @property
     def did(self) -> ActionFacts:
-        """What the assistant did; nothing if that is unknown."""
+        """The action; empty if it is unknown."""
         if self._did is None:
             group, ignored = self._group, self._reading.ignored
             holder = group.facts
             kept = holder.action if holder is not None else None
             if isinstance(kept, ActionFacts) and (kept.ignored is ignored or kept.ignored == ignored):
-                end = group.place + 1 if kept.names else group.end  # without names, it was also sought in what follows
+                end = group.place + 1 if kept.names else group.end  # without names, later messages were searched, too
                 if kept.messages == self._list_others(end):
                     INSPECTION.take(kept.units)
                     self._did = kept
@@ -389,7 +395,7 @@ class Turn:
 
     @property
     def came(self) -> ResultFacts:
-        """What came after the action."""
+        """The result: everything after the action."""
         if self._came is None:
             _ = self.did
             holder, ignored, others = self._group.facts, self._reading.ignored, self._list_others(self._group.end)
@@ -411,7 +417,7 @@ class Turn:
 
     @property
     def parts(self) -> list[Part]:
-        """What stands in the assistant's message."""
+        """The parts of the assistant message."""
         _ = self.did
         message = self._open()
         left = INSPECTION.recall()
@@ -421,12 +427,12 @@ class Turn:
 
     @property
     def said(self) -> str:
-        """The text in the assistant's message."""
+        """The text of the assistant message."""
         return "\n".join(list_texts(self.parts)).strip()
 
     @property
     def action(self) -> AssistantAction:
-        """What the assistant did, in full; nothing if that is unknown."""
+        """The action in full; empty if it is unknown."""
         _ = self.did
         if self._action is None:
             left = INSPECTION.recall()
@@ -435,7 +441,7 @@ class Turn:
         return self._action
 
     def _open_result(self) -> _Result:
-        """What came after the action, in full."""
+        """The result in full."""
         _ = self.came
         if self._result is None:
             left = INSPECTION.recall()
@@ -455,12 +461,12 @@ class Turn:
 
     @property
     def calls(self) -> bool:
-        """Whether the names are of tools that were called, and not words of a text."""
+        """Whether the names are of called tools, not words of a text."""
         return self.did.calls
 
     @property
     def action_hash(self) -> bytes:
-        """What was done, in 8 bytes; zeros where that is not known."""
+        """A hash of the action, 8 bytes; zeros if it is unknown."""
         return self.did.hash
 
     @property
@@ -470,7 +476,7 @@ class Turn:
 
     @property
     def head(self) -> str:
-        """The start of the result without volatile parts; see `normalize_head`."""
+        """The normalized start of the result; see `normalize_head`."""
         came = self.came
         if came.head is None:
             came.head = normalize_head(self.result)
@@ -494,7 +500,7 @@ class Turn:
 
     @property
     def normal(self) -> str:
-        """The result without volatile parts, or unchanged if `may_normalize` is False."""
+        """The normalized result, or the unchanged one if `may_normalize` is False."""
         if self._normal is None:
             self._normal = normalize(self.result) if self.may_normalize() else self.result
         return self._normal
@@ -515,7 +521,7 @@ class Turn:
         return digest(self.normal.encode()) if self.came.images else self.normalized
 
     def may_normalize(self) -> bool:
-        """Whether the bound leaves room for the result, which uses up its part even if it is kept."""
+        """Whether the request's limit leaves room to normalize the result; it is charged even if the result is cached."""
         if self._normalizes is None:
             self._reading.left -= min(self.came.size, MAX_NORMALIZED)
             self._normalizes = self._reading.left >= 0
@@ -528,7 +534,7 @@ class Turn:
 
     @property
     def failure(self) -> Failure:
-        """How it failed, if it did."""
+        """The kind of failure, if any."""
         came = self.came
         if came.failure is None:
             text = self.result
@@ -539,7 +545,10 @@ class Turn:
 
     @property
     def failure_id(self) -> bytes:
-        """An id of a few bytes that similar failures share; empty if the result is no failure. See `alike.py`."""
+        """An id of a few bytes that similar failures share; empty if the result is not a failure.
+
+        See `alike.py`.
+        """
         if not self.failed:
             return b""
         came = self.came if self.may_normalize() else None
@@ -566,13 +575,13 @@ class Turn:
                 flags |= LONG
             talks = self.known and not did.names and not came.returned
             if talks and (flags & LONG or self.failed) and reading.conversation.find_offer() == TOOLS:
-                flags = flags & ~LONG | PASSING  # what is said by an agent that has tools counts little, whatever it is
+                flags = flags & ~LONG | PASSING  # text counts little if the agent has tools
             self._evidence = flags
         return self._evidence
 
     @property
     def words(self) -> bytes:
-        """A digest, 8 bytes, of what a user says, without digits; empty if there is nothing, or if it answers an action."""
+        """A digest, 8 bytes, of a user's words, without digits; empty if there are none, or if they answer an action."""
         if self.names or USER not in [message.speaker for message in self._list_behind()] or self.returned:
             return b""
         came = self.came
@@ -593,7 +602,7 @@ class Turn:
         return f"{_cut(action, most)} | {_cut(self.result, most)}"
 
     def identify(self) -> bytes:
-        """What distinguishes this turn from equal ones: all that the assistant wrote, including thoughts, and ids."""
+        """Distinguishes this turn from equal ones: everything that the assistant wrote, including thoughts, and ids."""
         message = self._open()
         return _encode([message.list_values() if message is not None else None, sorted(set(self._open_result().ids))])
 
@@ -615,17 +624,17 @@ class Turn:
         return self._reduced
 
     def _list_heard(self) -> list[Message]:
-        """The messages behind the assistant's that are read, oldest first: the harness's only if there are no others."""
+        """The messages to read after the assistant's, oldest first: the harness's only if there are no others."""
         behind = self._list_behind()[::-1]
         return [message for message in behind if message.speaker not in HARNESS] or behind
 
     def _read_result(self) -> _Result:
-        """Results in the order of their calls, each once, then anything else that was said, except by the harness."""
+        """Results in the order of their calls, without duplicates, then other text, except the harness's."""
         made = _Result()
         results: list[tuple[str, str]] = []
         others: list[str] = []
         images: list[bytes] = []
-        for part in self.parts:  # results of the server's own tools are in the assistant's message
+        for part in self.parts:  # results of the server's own tools are in the assistant message
             if part.kind == RESULT:
                 results.append(made.read(part, len(results)))
         for message in self._list_heard():
@@ -653,7 +662,7 @@ class Turn:
 
 
 class Reduced(NamedTuple):
-    """A turn as hashes: one of an earlier request, as a ring keeps it.
+    """A turn as hashes, as stored in a ring.
 
     Attributes:
         known: see `Turn`.
@@ -661,7 +670,7 @@ class Reduced(NamedTuple):
         failed: see `Turn`.
         action_hash: see `Turn`.
         raw: hash of the result.
-        normalized: hash of the result without volatile parts.
+        normalized: hash of the normalized result.
         names: see `Turn`; from a ring, only the first.
         evidence: see `Turn`.
         words: see `Turn`.
@@ -680,11 +689,11 @@ class Reduced(NamedTuple):
     failure_id: bytes = b""
 
     def show(self, most: int) -> str:
-        """The hashes of action and result in a line, because only these were kept."""
+        """The hashes of action and result in a line; nothing else is stored."""
         return f"{self.action_hash.hex()} | {self.raw.hex()}"[:most]
 
     def reduce(self) -> Reduced:
-        """This turn, because it is reduced already."""
+        """This turn, already reduced."""
         return self
 
 
@@ -696,7 +705,7 @@ _encode: Final = json.Encoder().encode
 
 
 def encode_turn(turn: AnyTurn) -> bytes:
-    """A turn as an entry of a ring: flags, three hashes, as much of its first name as fits, or its words, and its failure."""
+    """A turn as an entry of a ring: flags, three hashes, its first name (cut to fit) or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
@@ -705,7 +714,7 @@ def encode_turn(turn: AnyTurn) -> bytes:
 
 
 def decode_turn(entry: bytes) -> Reduced:
-    """The turn in an entry that `encode_turn` has made; an unknown turn for an empty entry."""
+    """The turn in an entry from `encode_turn`; an unknown turn for an empty entry."""
     entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
@@ -728,13 +737,13 @@ def get_failure_id(entry: bytes) -> bytes:
 
 
 def _write_bits(data: bytes) -> bytes:
-    """Write a digest in bytes that are no text, six bits in each."""
+    """Write a digest in bytes that are not text, with six bits in each."""
     number = int.from_bytes(data, "big")
     return bytes([_NO_TEXT | number >> shift & _SIX_BITS for shift in range(0, 8 * len(data), 6)])
 
 
 def _read_bits(written: bytes, size: int) -> bytes:
-    """Read a digest of this size that `_write_bits` wrote; empty if it is something else."""
+    """Read a digest of this size from `_write_bits`; empty for anything else."""
     if 6 * len(written) < 8 * size or any(byte & ~_SIX_BITS != _NO_TEXT for byte in written):
         return b""
     number = sum([(byte & _SIX_BITS) << 6 * place for place, byte in enumerate(written)])
@@ -747,7 +756,7 @@ def _cut(text: str, most: int) -> str:
 
 def digest(data: bytes, size: int = _DIGEST) -> bytes:
     """A hash of data, `size` bytes long."""
-    hashed = _starts[size]()  # a copy takes less time than a new one
+    hashed = _starts[size]()  # a copy is faster than a new hash
     hashed.update(data)
     made: bytes = hashed.digest()
     return made
@@ -764,7 +773,10 @@ def digest_images(part: Part) -> bytes:
 
 
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
-    """Whether the results are equal; `normalized`: except for volatile parts. Only turns that both have images compare them."""
+    """Whether the results are equal; `normalized`: volatile parts aside.
+
+    Images are compared only if both have some.
+    """
     if isinstance(one, Turn) and isinstance(other, Turn):
         mine, others = one.came, other.came
         if mine.images != others.images and mine.images and others.images:
@@ -789,14 +801,14 @@ def same_turn(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
 
 
 def may_fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
-    """False if a fast check shows that two results are not similar failures."""
+    """False if a quick check shows that two results are not similar failures."""
     if isinstance(one, Turn) and isinstance(other, Turn):
         return one.opening == other.opening
     return other.failed
 
 
 def fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
-    """Whether both turns failed with the same result, except for numbers."""
+    """Whether both turns failed with the same result, numbers aside."""
     return may_fail_alike(one, other) and one.failure_id != b"" and one.failure_id == other.failure_id
 
 
@@ -809,12 +821,12 @@ def weigh(turns: Sequence[AnyTurn]) -> str:
 
 
 def weigh_apart(turns: Sequence[AnyTurn]) -> str:
-    """The strength if actions are different or unknown, so that failed look-ups may be of different things."""
+    """The strength if actions differ or are unknown, so that failed look-ups may be of different things."""
     return weigh([turn for turn in turns if turn.evidence & LONG or not turn.evidence & MISSING])
 
 
 def _write_said(message: Message, part: Part, document: Document) -> str:
-    """Text beside results, or other content in canonical spelling, or by its name if it has one."""
+    """Text beside results, or other content by its name if it has one, else in canonical form."""
     if part.kind == OTHER and part.value is ABSENT:
         whole = ABSENT if part.name else message.find_whole(document)
         return part.name if whole is ABSENT else write_canonical(whole).decode()
@@ -848,7 +860,7 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
-    """All turns except the oldest, some of whose calls may be in older messages that were left out."""
+    """All turns except the oldest, some of whose calls may be in older messages that were omitted."""
     last: Turn | None = None
     for turn in turns:
         if last is not None:

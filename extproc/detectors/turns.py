@@ -1,8 +1,8 @@
 """Similarity `turns`: an agent that repeats actions and gets the same results, whatever its thoughts.
 
-`turn.py` and `loops.py` define turns and loops. An agent's request contains its history, so one request is sufficient to detect
-a loop, and nothing is counted. If the history is condensed or kept by the server, the ring of the session supplies what the
-request does not show.
+`turn.py` and `loops.py` define turns and loops. An agent's request contains its history, so one
+request is enough to detect a loop, and nothing is counted. If the history is condensed or on the
+server, the session's ring supplies the turns that the request does not show.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from extproc.request.quoting import quote_all
 MAX_THRESHOLD = 8
 
 MAX_TOOL_THRESHOLD = 30
-"""A threshold t takes the last 2t + 4 turns, and at most 64 are looked at."""
+"""A threshold t needs the last 2t + 4 turns, and at most 64 are read."""
 
 NESTED_PROMPT = "nested_prompt"
 REPEATED_ENDING = "repeated_ending"
@@ -57,7 +57,8 @@ _OWN_MISTAKE = re.compile(
     r"|\bnot a valid tool\b|\bsyntax error\b",
     re.IGNORECASE,
 )
-"""Mistakes of agents, which similar agents make alike, so they are no failure of the tool's server."""
+"""Agents' own mistakes. Similar agents make the same ones, so they do not mean that the tool's
+server fails."""
 
 _SEARCHED = 3_000
 _OTHERWISE = "Otherwise, finish with the result you have so far."
@@ -66,12 +67,13 @@ _SHOWN = 400
 """Maximum length of an action and of a result in a shown turn, in characters."""
 
 _NOW_STRICTEST = 2
-"""A weak loop gets the strictest action this many repetitions after it has reached `weak_threshold`."""
+"""A weak loop gets the strictest action this many repetitions after `weak_threshold`."""
 
 
 _LOOPED: Final[Memo[tuple[int, bytes], bool]] = Memo(8_192)
-"""Whether a request was in a loop, by the detector's number and the request's place in the chain. At most 4 MB. Without it, the
-benchmark's row "young agents, steering vs. rejecting" takes 20 to 30 % longer."""
+"""Whether a request was in a loop, by the detector's number and the request's place in the chain.
+At most 4 MB. Without the cache, the benchmark's row "young agents, steering vs. rejecting" takes 20
+to 30 % longer."""
 
 _NUMBERS: Final = count()
 _NO_LOOPS = EarlierLoops(None, None, b"")
@@ -85,7 +87,8 @@ class Turns(HistorySimilarity):
         rule: the rule with the lowest threshold.
         last_step: the number of the strictest action.
         ignored: names of arguments that are thoughts.
-        looks_back: a loop, or a history that has left one, comes with what the history showed before its newest turn.
+        looks_back: a loop, or a history that has left one, comes with the loops before its newest
+            turn.
     """
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
@@ -95,7 +98,7 @@ class Turns(HistorySimilarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         ignored = frozenset(keys.ignore_arguments)
-        self.ignored = THOUGHTS if ignored == THOUGHTS else ignored  # the same object, because sets compare slowly
+        self.ignored = THOUGHTS if ignored == THOUGHTS else ignored  # the same object, because comparing sets is slow
         steps = keys.list_steps(self.default_threshold)
         self._strictest = steps[-1].make_limits(self.default_threshold)
         self._most = max(USUAL_TURNS, count_window(self._strictest.highest))
@@ -104,13 +107,13 @@ class Turns(HistorySimilarity):
         self._rules = list(enumerate(rules))[::-1]
         self.last_step = len(rules) - 1
         self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
-        self._cooldown = keys.cooldown_seconds > 0  # a turn that does not loop may then be refused
+        self._cooldown = keys.cooldown_seconds > 0  # a turn outside a loop may then be refused
         self._finds_failures = keys.incidents
         self.looks_back = keys.steers
         self._number = next(_NUMBERS)
 
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
-        """The rules by which weak loops get more than the mildest action, each with the step it allows; strictest first."""
+        """The rules by which weak loops get more than the mildest action, strictest first, each with the step it allows."""
         if self.last_step <= 1:
             return [(self.last_step, self._make_rule(keys.wait_until(threshold), USUAL_TURNS))]
         strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), USUAL_TURNS)
@@ -145,12 +148,12 @@ class Turns(HistorySimilarity):
         return self.rule.spell(newest), self.look_back(history, found or self.rule.count(history, newest))
 
     def compare_in_session(self, document: Document, *, named: bool = True) -> tuple[bytes, Repeat | None, Memory | None]:
-        """The newest turn even without a loop, because earlier requests may show one; see `Similarity`."""
+        """The newest turn even without a loop, because earlier requests may complete one; see `Similarity`."""
         history = self.rule.read(document)
         if history.elsewhere and not (named and history.after):  # a plain prompt contains all turns as text
             return *self.compare(document), None
         found = self.find_loop(history)
-        kept = history.keep(named=named)
+        kept = history.store_newest(named=named)
         if kept is not None and kept.in_text and not named:  # one text contains all turns
             return *self.compare(document), None
         place = (
@@ -191,7 +194,7 @@ class Turns(HistorySimilarity):
         return digest(lines), found._replace(held=True, notes_only=True)
 
     def find_loop(self, history: History) -> Repeat | None:
-        """The loop that the newest of these turns is part of, by the strictest rule that finds one; None for none."""
+        """The loop that the newest of these turns is part of, by the strictest rule that finds one, if any."""
         best: Repeat | None = None
         if self._most > USUAL_TURNS:  # some tool's threshold needs more
             history = self._narrow(history)
@@ -207,8 +210,8 @@ class Turns(HistorySimilarity):
         return best
 
     def _narrow(self, history: History) -> History:
-        """The turns to look at: more than usual only if thresholds of the newest turn's tools need them."""
-        newest = history.at(1 if only_speaks(history.at(0)) else 0)  # behind a prefill, the turn before it may be in a loop
+        """The turns to compare: more than usual only if thresholds of the newest turn's tools need them."""
+        newest = history.at(1 if only_speaks(history.at(0)) else 0)  # before a prefill, a turn may be in a loop
         if newest is None or history.at(self.rule.fewest - 1) is None:
             return history
         most = max(USUAL_TURNS, count_window(self._strictest.of(newest.names).threshold))
@@ -217,7 +220,7 @@ class Turns(HistorySimilarity):
     def look_back(self, history: History, found: Repeat | None, place: ChainPlace | None = None) -> Repeat | None:
         """Add the loops that the history showed earlier to a loop; if it has left one, they are added to `_NO_REPEAT`.
 
-        Most requests are in no loop, nor were the ones before them, which is known from their places in the chain.
+        Most requests are in no loop, nor were those before them; their places in the chain tell.
         """
         left = history.at(1) if self.looks_back else None
         if left is None:
@@ -235,18 +238,18 @@ class Turns(HistorySimilarity):
         return _add_earlier(found or _NO_REPEAT, EarlierLoops(last, earlier, self.rule.spell(left)))
 
     def was_in_no_loop(self, place: ChainPlace) -> bool:
-        """Whether no request that this process has seen directly before was in a loop; False if it has seen none there."""
+        """Whether this process knows that the previous request was in no loop."""
         return len(place.parents) > 0 and _LOOPED.get((self._number, place.parents[0])) is False
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
-        """The loop; a weak one at a step that it may take, or held if it has not repeated often enough for any."""
+        """The loop; a weak one is limited to the step it may take, or held below its threshold."""
         if self._patient is None or found.strength != WEAK or found.notes_only:
             return found
         reach = next((step for step, rule in self._patient if rule.find_loop(history) is not None), None)
         return found._replace(step=min(found.step, reach or 0), held=reach is None)
 
     def show(self, document: Document) -> list[str]:
-        """The turns that are looked at, oldest first; see `Similarity`."""
+        """The turns that are compared, oldest first; see `Similarity`."""
         turns = self._narrow(self.rule.read(document)).newest(MAX_TURNS)
         return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
 
@@ -272,7 +275,7 @@ class Turns(HistorySimilarity):
         return ToolFailure(" ".join(newest.names), newest.reduce().normalized.hex())
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
-        """See `HistorySimilarity`; if a tool fails for many, advises to wait."""
+        """See `HistorySimilarity`. If a tool fails for many sessions, the advice is to wait."""
         repeat = outcome.repeat
         if repeat is None or not repeat.widespread:
             return super().advise(outcome, method, path)
@@ -281,7 +284,7 @@ class Turns(HistorySimilarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Thresholds that need more turns than are looked at, or contradict each other; see `Similarity`."""
+        """Thresholds that need more turns than are read, or contradict each other; see `Similarity`."""
         threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
         if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
             where = (*place, "threshold_identical_requests")
