@@ -1,6 +1,9 @@
-"""Nested prompts: a program repeatedly puts a complaint before its own request: `Try again: Try again: ...`.
+"""Prompts that contain their own repetition.
 
-Takes linear time: only a bounded number of recurrences of the text's beginning are tried.
+- Nested: a program repeatedly puts a complaint before its own request: `Try again: Try again: ...`.
+- Repeated ending: the text ends with the same step several times.
+
+Both take linear time: the number of places and lines to compare is bounded.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ _MOST: Final = 32
 _TRIES: Final = 64
 
 _SHORTEST_BLOCK: Final = 30
-"""Minimum length of a repeated block at the end of a text, in bytes; several shorter ones are taken as one."""
+"""Minimum length of a repeated block at the end of a text, in bytes. Several shorter ones count as
+one."""
 
 _MOST_LINES: Final = 256
 _MOST_BEHIND: Final = 8
-"""Number of lines to look at, and maximum number of lines behind the last block."""
+"""Maximum number of lines to read, and of lines after the last block."""
 
 _DIGITS: Final = b"0123456789"
 _DATA: Final = _DIGITS + b"{}[]()<>|,\"'"

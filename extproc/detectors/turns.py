@@ -177,7 +177,10 @@ class Turns(HistorySimilarity):
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
     def _find_in_prompt(self, history: History) -> tuple[bytes, Repeat] | None:
-        """The loop of a prompt that repeats itself, if the assistant has not done anything yet. It is weak."""
+        """The loop of a prompt that repeats itself, before the assistant's first turn.
+
+        It is weak.
+        """
         text = history.read_prompt()
         times, words = count_nested(text)
         step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
