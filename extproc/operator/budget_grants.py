@@ -88,7 +88,6 @@ def _make_credit(row: BudgetRow, amount: float) -> Take:
 
 
 def _remark(rows: Sequence[BudgetRow], amount: float, now: float) -> list[str]:
-    """Remarks about callers that do not get all of it."""
     notes = []
     callers = {row.tenant for row in rows}
     if len(callers) > 1:

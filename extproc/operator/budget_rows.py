@@ -46,6 +46,8 @@ class BudgetRow(Row, array_like=True):
         stage: action at the last stage that it has reached; empty for none.
         asked: what the last refused request asked for.
         alias, labels, credentials, parts: see `KnownAs`.
+        reason: why it refuses.
+        staged_at: when it reached its last stage, in seconds since 1970; 0 for never.
     """
 
     tenant: str
@@ -53,27 +55,27 @@ class BudgetRow(Row, array_like=True):
     mode: str
     rule: str
     budget: str
-    caller: Annotated[list[tuple[str, str]], FIRST]
-    hashes: Annotated[list[tuple[str, str]], FIRST]
-    orderable: Annotated[bool, FIRST]
-    unit: str
-    words: str
-    units: Annotated[int, _TOLD]
-    key: Annotated[str, _TOLD]
-    kind: int
-    limit: Annotated[int, _TOLD]
-    rate: Annotated[int, _TOLD]
-    span: Annotated[int, _TOLD]
-    offset: Annotated[int, _TOLD]
-    start: Annotated[int, _TOLD]
-    left: Annotated[int, _TOLD]
-    wait_ms: Annotated[int, _TOLD]
-    told: Annotated[float, MAX]
-    first: Annotated[float, MIN]
-    last: Annotated[float, MAX]
-    requests: Annotated[int, SUM]
-    refused: Annotated[int, SUM]
-    refused_at: Annotated[float, MAX]
+    caller: Annotated[list[tuple[str, str]], FIRST] = []
+    hashes: Annotated[list[tuple[str, str]], FIRST] = []
+    orderable: Annotated[bool, FIRST] = False
+    unit: str = ""
+    words: str = ""
+    units: Annotated[int, _TOLD] = 1
+    key: Annotated[str, _TOLD] = ""
+    kind: int = BUCKET
+    limit: Annotated[int, _TOLD] = 0
+    rate: Annotated[int, _TOLD] = 0
+    span: Annotated[int, _TOLD] = 0
+    offset: Annotated[int, _TOLD] = 0
+    start: Annotated[int, _TOLD] = 0
+    left: Annotated[int, _TOLD] = 0
+    wait_ms: Annotated[int, _TOLD] = 0
+    told: Annotated[float, MAX] = 0.0
+    first: Annotated[float, MIN] = 0.0
+    last: Annotated[float, MAX] = 0.0
+    requests: Annotated[int, SUM] = 0
+    refused: Annotated[int, SUM] = 0
+    refused_at: Annotated[float, MAX] = 0.0
     stage: Annotated[str, _TOLD] = ""
     asked: Annotated[int, newest("refused_at")] = 0
     alias: Annotated[str, FIRST] = ""
@@ -82,11 +84,18 @@ class BudgetRow(Row, array_like=True):
     parts: Annotated[list[str], FIRST] = []
     estimated: Annotated[int, _add_period] = 0
     returned: Annotated[list[tuple[float, int]], _add_period] = []
+    reason: str = ""
+    staged_at: Annotated[float, MAX] = 0.0
 
     @property
     def name(self) -> tuple[str, str, str, str, str]:
         """What distinguishes it from other rows."""
         return self.tenant, self.policy, self.mode, self.rule, self.budget
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a circuit breaker that refused its newest request."""
+        return self.kind == BREAKER and self.wait_ms != 0
 
     def find_left(self, now: float) -> int:
         """What is left at a later time, in seconds since 1970, if nothing was used since."""

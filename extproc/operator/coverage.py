@@ -160,7 +160,6 @@ class Coverage:
 
 
 def _group_reasons(left_out: Sequence[tuple[str, str, str]]) -> dict[str, set[str]]:
-    """Why each policy leaves a request out."""
     reasons: dict[str, set[str]] = {}
     for policy, _, reason in left_out:
         reasons.setdefault(policy, set()).add(reason)

@@ -158,7 +158,6 @@ class Events:
         return taken
 
     def _deliver(self, events: Sequence[bytes]) -> None:
-        """Send events, with as many attempts as necessary."""
         waits = FIRST_WAIT_SECONDS
         while True:
             try:
@@ -348,7 +347,6 @@ class LoopEvents:
 
 
 def _rank(loop: Loop) -> int:
-    """The strictest of its actions so far, as `SEVERITY` ranks them."""
     return max(SEVERITY[Action(action)] for action in loop.requests)
 
 

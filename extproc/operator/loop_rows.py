@@ -103,7 +103,6 @@ def _join_loops(one: ConversationRow, other: ConversationRow, _: str) -> list[Lo
 
 
 def _join_paces(one: ConversationRow, other: ConversationRow, _: str) -> float:
-    """As of the later of both times."""
     paced = max(one.paced, other.paced)
     return one.find_pace(paced) + other.find_pace(paced)
 

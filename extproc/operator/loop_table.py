@@ -134,7 +134,6 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         row.prompt += spent.prompt - spent.estimated_prompt
 
     def _open_row(self, key: tuple[str, ...], now: float) -> ConversationRow:
-        """The row, perhaps a new one, without any counted request."""
         row = self.use(key)
         if row is None:
             row = ConversationRow(tenant=key[0], conversation=key[1], first=now, last=now, paced=now)

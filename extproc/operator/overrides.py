@@ -256,7 +256,6 @@ def has_acted(override: ActiveOverride) -> bool:
 
 
 def _announce(what: str, override: ActiveOverride, who: str) -> None:
-    """Log a change."""
     shown = {name: value for name, value in describe_override(override).items() if name not in ("who", "since")}
     _LOG.warning(what, extra=make_extra(**shown, who=who or None))
 
@@ -297,7 +296,6 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
 
 
 def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
-    """The error if an order names an alias that no policy has."""
     caller = given.get("caller")
     if isinstance(caller, str) and not _HASH.fullmatch(caller):
         known = sorted({alias for plan in plans for alias in plan.aliases.values()})
@@ -341,7 +339,6 @@ def _hide(secret: str, name: str, key: HashKey) -> str:
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
-    """Errors for fields that this kind of order cannot have, or lacks."""
     if kind == RELEASE and "seconds" in given:
         yield "a release takes no seconds: it lasts until everything counted before it has expired"
     if kind in (KILL, GRANT):
@@ -356,7 +353,6 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
 
 
 def _find_grant_misfits(given: Mapping[str, object]) -> Iterator[str]:
-    """Errors for what a grant lacks, or cannot have together."""
     if "budget" in given:
         yield from _find_budget_misfits(given)
     elif "amount" in given:
@@ -366,7 +362,6 @@ def _find_grant_misfits(given: Mapping[str, object]) -> Iterator[str]:
 
 
 def _find_budget_misfits(given: Mapping[str, object]) -> Iterator[str]:
-    """Errors for fields that a grant of a budget cannot have, or lacks."""
     for key in ("caller", "amount"):
         if key not in given:
             yield f"a grant of a budget needs {'a caller' if key == 'caller' else 'an amount'}"
@@ -470,7 +465,6 @@ def _read_number(wanted: str, most: int, value: object) -> int:
 
 
 def _read_cost(value: object) -> int:
-    """Read dollars as nano-dollars."""
     most = MAX_GRANT.cost // NANO_DOLLARS
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
         return max(1, round(value * NANO_DOLLARS))
@@ -484,7 +478,6 @@ def _read_amount(value: object) -> float:
 
 
 def _read_tools(value: object) -> tuple[tuple[str, int], ...]:
-    """Read the granted calls of single tools by name, sorted."""
     most = MAX_GRANT.tool_calls
     if not isinstance(value, dict) or not 0 < len(value) <= MAX_TOOLS:
         raise ValueError(f"must be an object of numbers by tool name, of at most {MAX_TOOLS} tools")
@@ -604,7 +597,6 @@ def _looks_at_tools(plan: Plan) -> bool:
 
 
 def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Iterator[str]:
-    """The remark if no policy finds sessions, or limited ones, by this key."""
     keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
     if not keys:
         yield "this does nothing: no policy looks for sessions"
@@ -613,7 +605,6 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
 
 
 def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
-    """The remark if an order grants something that no policy limits."""
     limiters = [plan.limiter for plan in plans if plan.limiter is not None]
     limited = {name for limiter in limiters for name, _, _ in limiter.list_limits("")}
     for amount, limit in _GRANTED.items():
@@ -632,7 +623,6 @@ def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
 
 
 def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> Iterator[str]:
-    """The remarks about hashes that no server has reported, or that several callers share."""
     if seen is None:
         return
     for kind, value in hashes:
@@ -691,7 +681,6 @@ def read_override(name: str, document: bytes) -> ActiveOverride:
 
 
 def _read_all(documents: Mapping[str, bytes]) -> dict[str, ActiveOverride]:
-    """Those that this version understands."""
     read = {}
     for name, document in documents.items():
         try:

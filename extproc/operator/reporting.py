@@ -23,7 +23,8 @@ from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.after_notes import NoteFollower
-from extproc.operator.budget_table import BudgetTable, CallerBudget
+from extproc.operator.budget_rows import BudgetRow
+from extproc.operator.budget_table import BudgetTable
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import ABSURD, DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
@@ -168,7 +169,6 @@ class Reporter:
             self._metrics.unnarrowed.labels(policy, reason).inc()
 
     def _report_acts(self, exchange: Exchange, decision: Decision) -> None:
-        """Report actions against loops, and at limits of sessions."""
         metrics = self._metrics
         acted: list[Outcome] = []
         for outcome in decision.trace:
@@ -203,7 +203,6 @@ class Reporter:
             self.report_failure("a loop could not be reported", error)
 
     def _report_after_notes(self, exchange: Exchange, decision: Decision) -> None:
-        """Report what came after notes, as the request shows it."""
         try:
             exchange.after_notes = self._follower.follow(exchange, decision)
             for change in exchange.after_notes:
@@ -252,7 +251,6 @@ class Reporter:
                 run.known = find_known(candidate)
 
     def _link_sessions(self, candidate: SessionGuard, document: Document, name: tuple[str, str, str, str]) -> None:
-        """See which sessions a session has started, although nothing names either."""
         try:
             started = self._spawns.note(name[0], candidate.session, document, begins=not candidate.waits)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
@@ -478,9 +476,8 @@ class Reporter:
             _LOG.warning(message, extra=make_extra(**shown, suppressed=own + every or None))
 
 
-def _suggest(row: CallerBudget, subject: BudgetSubject) -> str | None:
+def _suggest(row: BudgetRow, subject: BudgetSubject) -> str | None:
     """The command that lets a caller go on; None if orders cannot name the caller of a circuit breaker by its hash."""
-    tenant, policy, _, rule, _ = row.name
     if row.is_open:
-        return write_breaker_release(tenant, policy) if row.orderable else None
-    return write_budget_grant(tenant, policy, rule, subject.limit, subject.left, subject.asked)
+        return write_breaker_release(row.tenant, row.policy) if row.orderable else None
+    return write_budget_grant(row.tenant, row.policy, row.rule, subject.limit, subject.left, subject.asked)

@@ -64,23 +64,6 @@ class RunName(NamedTuple):
     session: str
 
 
-class _SeenAgent:
-    """An agent of a session; see `AgentRow`, which takes longer to change."""
-
-    def __init__(self, name: str, parent: str, now: float) -> None:
-        self.name = name
-        self.parent = parent
-        self.depth = 0
-        self.began = self.last = now
-        self.requests = 0
-        self.refused = 0
-
-    def make_row(self) -> AgentRow:
-        """What reports show of it."""
-        refused = LIMITS[self.refused]
-        return AgentRow(self.name, self.parent, self.depth, self.began, self.last, self.requests, refused)
-
-
 class Run:
     """One session, under one policy.
 
@@ -111,7 +94,7 @@ class Run:
         self.refusal: SessionRefusal | None = None
         self.calls: list[CallRow] = []
         self.unnamed = 0
-        self.agents: dict[str, _SeenAgent] = {}
+        self.agents: dict[str, AgentRow] = {}
         self.tree: TreeStanding | None = None
         self.started_by = ""
         self.limits: Amounts = []
@@ -142,9 +125,9 @@ class Run:
         if row is None:
             if len(self.agents) >= MAX_SHOWN:
                 del self.agents[next((each.name for each in self.agents.values() if each.refused), next(iter(self.agents)))]
-            row = _SeenAgent(name, parent, now)
+            row = AgentRow(name, parent, 0, now, now)
         self.agents[name] = row
-        row.last, row.refused = now, standing.limit
+        row.last, row.refused = now, LIMITS[standing.limit]
         row.requests += 1
         if standing.tree is not None:
             row.depth = standing.tree.depth or row.depth
@@ -287,7 +270,6 @@ class SessionTable(Table[Run, SessionDocument]):
         return SessionDocument(rows)
 
     def _get_or_begin(self, name: tuple[str, str, str, str], standing: Standing, now: float) -> Run:
-        """The session with this name, which gets this standing; a new one if there is none."""
         run = self.use(name)
         if run is None:
             run = Run(RunName(*name), now)
@@ -311,7 +293,7 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         **{name: getattr(standing, name) for name in COUNTED},
         **run.known._asdict(),
         unnamed=run.unnamed,
-        agents=[agent.make_row() for agent in run.agents.copy().values()] if detailed else [],
+        agents=list(run.agents.copy().values()) if detailed else [],
         agents_begun=run.tree.agents if run.tree is not None else 0,
         agents_refused=run.tree.refused if run.tree is not None else 0,
         started_by=run.started_by,

@@ -71,7 +71,6 @@ def _read_newest_arguments(document: Document) -> list[bytes]:
 
 
 def _list_texts(value: Any) -> list[str]:  # noqa: ANN401  # JSON
-    """The texts in arguments, on their first level."""
     opened = open_value(value)
     if isinstance(opened, str):
         try:

@@ -289,7 +289,6 @@ def _list_keys(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _find_state(document: CoverageDocument, state: ServerState) -> Iterator[dict[str, Any]]:
-    """Problems and notes about the server as a whole."""
     seen = {row.reason: row.total for row in document.rows if not row.policy}
     recent = {row.reason: row.recent for row in document.rows if not row.policy}
     matched, unmatched = seen.get(REQUESTS, 0), seen.get(UNMATCHED, 0)
@@ -350,7 +349,6 @@ _UNKEPT = {
 
 
 def _find_store(state: ServerState, now: float) -> Iterator[dict[str, Any]]:
-    """What a shared store has lost, or would lose."""
     if state.emptied and state.emptied > now - _DAY:
         text = f"{EMPTIED} (found at {write_time(state.emptied)})"
         yield _describe(PROBLEM, "store_emptied", text, "give the orders again, and see why the server lost its keys")
@@ -361,7 +359,6 @@ def _find_store(state: ServerState, now: float) -> Iterator[dict[str, Any]]:
 
 
 def _find_losses(document: CoverageDocument) -> Iterator[dict[str, Any]]:
-    """Entries that stores had no room for recently."""
     lost = {row.reason: row.recent for row in document.rows if not row.policy}
     if number := lost.get(DROPPED, 0):
         kept = f"{count(number, 'turn')} {'was' if number == 1 else 'were'} not kept"

@@ -151,7 +151,6 @@ def _is_open(loop: Loop, now: float) -> bool:
 
 
 def _sum_after_notes(document: LoopDocument, now: float) -> list[dict[str, Any]]:
-    """What came after notes, by policy, detector, mode, cause and whether there were notes."""
     groups: dict[tuple[str, ...], dict[str, int]] = {}
     for (*labels, after), count in sorted(document.after):
         groups.setdefault(tuple(labels), {})[after] = count

@@ -107,6 +107,5 @@ def _revoke(order: Mapping[str, Any]) -> str:
 
 
 def _write(kind: str, more: str = "", **about: str) -> str:
-    """A command about what these flags name; empty ones are left out."""
     said = [f"--{flag} {shlex.quote(value)}" for flag, value in about.items() if value]
     return " ".join(["loopguard", kind, *said, *([more] if more else [])])

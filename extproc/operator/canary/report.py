@@ -78,11 +78,9 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
 
 
 def _describe_share(percent: int, acting: int, callers: int) -> dict[str, Any]:
-    """How many callers a candidate acts on already."""
     return {"percent": percent, "callers": acting, "of": callers, "text": tell_share(percent, acting, callers)}
 
 
 def _describe_after(counts: dict[str, int], who: str) -> dict[str, Any]:
-    """What came after loops of one of the two policies, with and without notes."""
     arms = {arm: describe_after({after: counts.get(name_after(who, arm, after), 0) for after in AFTER}) for arm in ARMS}
     return {arm: found for arm, found in arms.items() if found["begun"]}

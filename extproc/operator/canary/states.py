@@ -62,7 +62,6 @@ def _read_both(one: State, other: State, name: str) -> Sketch:
 
 
 def _join_disagreements(one: Iterable[Disagreement], other: Iterable[Disagreement]) -> list[Disagreement]:
-    """The most frequent ones of both."""
     return sorted(merge([*one, *other]), key=lambda entry: -entry.count)[:SHOWN]
 
 

@@ -31,23 +31,19 @@ DAY = 86_400
 
 
 def operate(*policies: dict[str, Any], **more: Any) -> Operated:  # noqa: ANN401  # as Operated
-    """Replicas that show callers."""
     return Operated(*policies, show_callers=True, **more)
 
 
 def list_budgets(made: Operated, **query: Any) -> list[dict[str, Any]]:  # noqa: ANN401  # as ask
-    """The rows of `/budgets`."""
     rows: list[dict[str, Any]] = made.ask("/budgets", **query)["budgets"]
     return rows
 
 
 def pick(row: Mapping[str, Any], *names: str) -> list[Any]:
-    """Some fields of a row."""
     return [row[name] for name in names]
 
 
 def use_up(made: Operated, times: int) -> str:
-    """Send as many requests; returns the caller of the first budget."""
     for _ in range(times):
         ask(made.service)
     return str(list_budgets(made)[0]["caller"])
@@ -56,8 +52,7 @@ def use_up(made: Operated, times: int) -> str:
 # What /budgets shows
 
 
-def test_callers_are_listed_tightest_first() -> None:
-    """By policy and rule, with what is used, left and refused; a refusal names the grant to copy."""
+def test_tightest_budget_is_listed_first() -> None:
     made = operate(limited(daily(keys=["header:x-user"]), daily(4, "small", keys=["header:x-team"])))
     for _ in range(5):
         ask(made.service, x_user="ann", x_team="red")
@@ -80,8 +75,7 @@ def test_callers_are_listed_tightest_first() -> None:
     assert len(list_budgets(made, limit=1)) == 1
 
 
-def test_an_empty_report_says_why() -> None:
-    """No budget, no caller yet, or none that is asked for."""
+def test_empty_report_has_the_reason() -> None:
     made = operate(limited(daily()))
 
     assert made.ask("/budgets")["note"] == "no request of a caller with a budget in the last hour"
@@ -91,8 +85,7 @@ def test_an_empty_report_says_why() -> None:
     assert made.ask("/budgets", policy="other")["note"] == "none of 1 budgets matches"
 
 
-def test_replicas_tell_one_row() -> None:
-    """What is left is the newest answer of the store; refusals are added up."""
+def test_replicas_add_up_one_row() -> None:
     made = operate(limited(daily(2)), replicas=2)
     for place in (0, 1, 0, 1):
         ask(made.services[place])
@@ -102,25 +95,24 @@ def test_replicas_tell_one_row() -> None:
     assert pick(row, "left", "used", "refused", "requests") == [0, 2, 2, 4]
 
 
-def test_a_refused_request_and_a_settlement_do_not_count_as_used() -> None:
-    """A loop gives back what it took; what a response has not used comes back."""
+def test_refused_and_settled_amounts_are_not_used() -> None:
     loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "action": "reject"}
     made = operate(limited(daily(), loop_detection=loop))
     for _ in range(5):
         ask(made.service)
     (row,) = list_budgets(made)
     (kept,) = made.service.reporter.budgets.copy()
-    settlement = kept.take.settle(500_000, kept.start)
+    budget, settlement = made.service.engine.plans[0].budget, kept.make_credit(500_000)
+    assert budget is not None
 
-    settled = Settled(settlement, "p", "enforce", tenant=kept.name[0], rule="daily", limit=kept.limit)
+    settled = Settled(settlement, "p", "enforce", tenant=kept.tenant, rule="daily", limit=budget.guard.rules[0].limits[0])
     made.service.reporter.budgets.settle(settled, settlement, time.time(), estimated=False)
 
     assert row["used"] == 1
     assert list_budgets(made)[0]["used"] == 0.5
 
 
-def test_a_bucket_fills_while_nobody_looks() -> None:
-    """What is left is that of now, not that of the last request."""
+def test_bucket_fills_between_requests() -> None:
     made = operate(limited(bucket(per_second=1, burst=3)))
     ask(made.service)
     (row,) = made.service.reporter.budgets.make_document(shows_callers=False).rows
@@ -131,8 +123,7 @@ def test_a_bucket_fills_while_nobody_looks() -> None:
     assert (row.find_reset_ms(row.told), row.find_reset_ms(row.told + 60)) == (1_000, 0)
 
 
-def test_an_open_breaker_says_how_to_close_it() -> None:
-    """It is the first row, and a release is its command."""
+def test_open_breaker_is_first_and_has_a_release() -> None:
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 2}
     made = operate(limited(daily(), circuit_breaker=breaker))
     for _ in range(3):
@@ -145,8 +136,7 @@ def test_an_open_breaker_says_how_to_close_it() -> None:
     assert second["commands"] == {}
 
 
-def test_the_table_is_bounded() -> None:
-    """Whatever clients send: by rows, and by rows of one caller; a caller whose row was dropped has one again."""
+def test_table_is_bounded_in_all_and_per_caller() -> None:
     made = operate(limited(*[daily(name=f"r{number}") for number in range(MAX_TENANT_ROWS + 5)]))
     table = made.service.reporter.budgets
     ask(made.service)
@@ -163,8 +153,7 @@ def test_the_table_is_bounded() -> None:
 # Events
 
 
-def test_events_are_sent_once_a_minute() -> None:
-    """A stage and a refusal, each with the command that helps; the same again only after a minute."""
+def test_same_event_is_sent_once_a_minute() -> None:
     made = operate(limited(daily(4), identity="a"))
     sent: list[tuple[str, str, Mapping[str, object]]] = []
     events = BudgetEvents(lambda *event: sent.append(event), lambda: False)
@@ -188,8 +177,7 @@ def test_events_are_sent_once_a_minute() -> None:
     assert look(1, 64) == [("budget_refused", "a")]
 
 
-def test_a_breaker_that_opens_is_an_event_once() -> None:
-    """However many requests it refuses after that."""
+def test_opened_breaker_is_one_event() -> None:
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 3}
     made = operate(limited(daily(50), circuit_breaker=breaker))
     sent: list[tuple[str, str, Mapping[str, object]]] = []
@@ -207,8 +195,7 @@ def test_a_breaker_that_opens_is_an_event_once() -> None:
 
 
 @pytest.mark.parametrize("named", ["hash", "values"])
-def test_a_grant_adds_to_a_budget_once(named: str) -> None:
-    """On every replica at once: exactly this many requests more, however often the same grant is sent."""
+def test_same_grant_adds_to_a_budget_once(named: str) -> None:
     made = operate(limited(daily(5)), replicas=2)
     for place in range(7):
         ask(made.services[place % 2])
@@ -239,8 +226,7 @@ def test_a_grant_adds_to_a_budget_once(named: str) -> None:
 
 
 @pytest.mark.parametrize(("amount", "seconds", "passes", "notes"), [(3, None, 3, 1), (5, DAY, 6, 0)])
-def test_a_grant_fills_a_bucket(amount: int, seconds: int | None, passes: int, notes: int) -> None:
-    """To the brim, as the operator is told; a raised limit is there at once, as a level would only rise with time."""
+def test_grant_fills_a_bucket_up_to_its_limit(amount: int, seconds: int | None, passes: int, notes: int) -> None:
     made = operate(limited(bucket(0.001, 3)))
     caller = use_up(made, 2)
 
@@ -268,8 +254,7 @@ def test_a_grant_fills_a_bucket(amount: int, seconds: int | None, passes: int, n
         ({"kind": "allow"}, "amount belongs to a grant, not to a allow"),
     ],
 )
-def test_a_grant_that_cannot_be_added_is_refused(order: dict[str, Any], problem: str) -> None:
-    """With what would be right, and nothing is added."""
+def test_invalid_grant_is_refused_with_the_reason(order: dict[str, Any], problem: str) -> None:
     made = operate(limited(daily()), limited(daily(), identity="q"))
     good = {"kind": "grant", "caller": use_up(made, 1), "policy": "p", "budget": "daily", "amount": 1}
 
@@ -279,8 +264,7 @@ def test_a_grant_that_cannot_be_added_is_refused(order: dict[str, Any], problem:
     assert made.list_orders() == []
 
 
-def test_a_grant_that_the_store_does_not_take_can_be_given_again() -> None:
-    """It leaves nothing behind that would keep the next one from being added."""
+def test_grant_that_failed_in_the_store_can_be_repeated() -> None:
     store = Away()
     made = operate(limited(daily(2)), store=store)
     order: dict[str, Any] = {"kind": "grant", "caller": use_up(made, 3), "budget": "daily", "amount": 1, "key": "x"}
@@ -294,8 +278,7 @@ def test_a_grant_that_the_store_does_not_take_can_be_given_again() -> None:
     assert [refused(ask(made.service)) for _ in range(2)] == ["", "budget_exceeded"]
 
 
-def test_the_log_has_the_command(caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal's line names the grant, which the command line takes as it is."""
+def test_log_line_of_a_refusal_has_a_valid_command(caplog: pytest.LogCaptureFixture) -> None:
     made = operate(limited(daily(2, "per day")))
     for _ in range(3):
         ask(made.service)
@@ -314,8 +297,7 @@ def test_the_log_has_the_command(caplog: pytest.LogCaptureFixture) -> None:
         ([], "or --budget and --amount"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before any server is asked."""
+def test_conflicting_flags_are_a_usage_error(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grant", "--caller", "a" * 16, *flags, "--admin", "http://127.0.0.1:9"]) == 2
     assert problem in capsys.readouterr().err
 
@@ -323,8 +305,7 @@ def test_flags_that_do_not_fit_are_refused(flags: list[str], problem: str, capsy
 # Limits that are raised
 
 
-def test_a_grant_raises_a_limit_until_it_ends() -> None:
-    """On every replica, beyond the whole budget; what was used stays used. Other rules have no more."""
+def test_grant_with_duration_raises_the_limit_until_it_ends() -> None:
     made = Operated(limited(daily(2), daily(9, "other")), replicas=2)
     caller = use_up(made, 3)
 
@@ -341,8 +322,7 @@ def test_a_grant_raises_a_limit_until_it_ends() -> None:
     assert refused(ask(made.service)) == "budget_exceeded"
 
 
-def test_a_limit_is_raised_for_a_caller_that_was_not_seen() -> None:
-    """The operator is told; the first request has it."""
+def test_limit_is_raised_for_a_caller_without_requests() -> None:
     other = operate(limited(daily(1)))
     caller = use_up(other, 1)
     made = operate(limited(daily(1)))
@@ -354,14 +334,12 @@ def test_a_limit_is_raised_for_a_caller_that_was_not_seen() -> None:
 
 
 def read_command(command: str) -> dict[str, Any]:
-    """The order that the command line would send."""
     options = make_parser(["grant"]).parse_args(shlex.split(command)[1:])
     return {**make_order("grant", options), "budget": options.budget, "amount": options.amount}
 
 
 @pytest.mark.parametrize("kind", [BUCKET, PERIOD])
-def test_a_raised_limit_stays_exact(kind: int) -> None:
-    """Numbers of Lua are; a limit that is above the bound already stays as it is."""
+def test_raised_limit_stays_within_exact_numbers_of_lua(kind: int) -> None:
     take = Take("k", kind, 1, 10, 1, DAY)
 
     assert take.raise_limit(5).limit == 15
@@ -371,8 +349,7 @@ def test_a_raised_limit_stays_exact(kind: int) -> None:
 
 @pytest.mark.parametrize("used", [2, 3, 40])
 @pytest.mark.parametrize("most", [1, 2, 10, 30])
-def test_the_proposed_grant_is_enough_for_some_requests(most: int, used: int) -> None:
-    """Whatever part of its budget a request takes, and however far the caller is over it."""
+def test_suggested_grant_lets_some_requests_through(most: int, used: int) -> None:
     made = Operated(limited(daily(most)))
     caller = use_up(made, used)
     (row,) = made.ask("/budgets")["budgets"]
@@ -398,8 +375,7 @@ def test_the_proposed_grant_is_enough_for_some_requests(most: int, used: int) ->
         (1, 0.5, 2, "--amount 9.5 --for 1d"),
     ],
 )
-def test_the_proposed_amount_covers_what_was_overspent(limit: float, left: float, asked: float, expected: str) -> None:
-    """A budget that cannot hold as much gets a higher limit for a day."""
+def test_suggested_amount_covers_overspending(limit: float, left: float, asked: float, expected: str) -> None:
     assert write_budget_grant("c", "p", "r", limit, left, asked).endswith(f"--budget r {expected}")
 
 
@@ -419,13 +395,11 @@ def describe(limit: str, used: float, allowed: float, cost: float = 0) -> dict[s
         (describe("max_cost_per_session", 25.5, 5), "--cost 26"),
     ],
 )
-def test_the_grant_for_a_session_covers_what_was_overspent(row: dict[str, Any], expected: str) -> None:
-    """Twenty tool calls do not help a session that is forty over."""
+def test_suggested_session_grant_covers_overspending(row: dict[str, Any], expected: str) -> None:
     assert suggest_for_session(row, named=True)["free"] == f"loopguard grant --caller c --session s {expected}"
 
 
-def test_the_command_sends_seconds_only_if_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One day is no default of a budget: without --for, the amount is added once."""
+def test_budget_grant_has_no_default_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, Any]] = []
 
     def give(kind: str, options: argparse.Namespace, **more: object) -> int:
