@@ -38,13 +38,11 @@ def one() -> Iterator[Stack]:
 
 
 def read_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, dict[str, Any]]:
-    """The exit code and the canaries of `canary status --json`, by policy."""
     run = Run(capsys, "canary", "status", "--json", *arguments)
     return run.code, {canary["policy"]: canary for canary in json.loads(run.out)["canaries"]}
 
 
-def test_the_verdict_about_traffic_through_envoy(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command counts what Envoy's clients have sent: one canary would refuse two requests more, the other one fewer."""
+def test_canary_status_counts_traffic_through_envoy(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     twice = ["--admin", one.loopguard.admin_url] * 2  # one replica
     code, canaries = read_json(capsys, *twice, "--min-requests", "100")
 
@@ -74,15 +72,13 @@ def test_the_verdict_about_traffic_through_envoy(one: Stack, capsys: pytest.Capt
         (["--min-requests", "100", "--max-new-refusals", "0.5", "--max-new-tenants", "0"], 4),
     ],
 )
-def test_the_exit_code_is_the_worst_verdict(
-    one: Stack, capsys: pytest.CaptureFixture[str], flags: list[str], code: int
-) -> None:
-    """0 is safe, 3 keep watching, 4 too strict: of several canaries the worst counts."""
+def test_exit_code_is_the_worst_verdict(one: Stack, capsys: pytest.CaptureFixture[str], flags: list[str], code: int) -> None:
     assert Run(capsys, "canary", "status", "--admin", one.loopguard.admin_url, *flags).code == code
 
 
-def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """People read the verdict, its reason, who would be newly refused, each count with its bounds, and examples."""
+def test_canary_status_prints_verdict_reasons_and_examples(
+    one: Stack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     out = Run(capsys, "canary", "status", "--admin", one.loopguard.admin_url, "--policy", "strict").out
 
@@ -95,8 +91,7 @@ def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str], mo
     assert "\x1b" not in out
 
 
-def test_a_policy_that_is_no_canary_is_told_the_canaries(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """Such as the live one that they are compared with."""
+def test_policy_without_canary_lists_the_canaries(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, "canary", "status", "--admin", one.loopguard.admin_url, "--policy", "live")
 
     compared = "no shadow policy live is compared with an enforcing one; compared are: quiet, strict"
@@ -104,8 +99,7 @@ def test_a_policy_that_is_no_canary_is_told_the_canaries(one: Stack, capsys: pyt
 
 
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
-def test_replicas_on_one_store_know_each_other(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a Valkey any replica tells what all have counted, and what one has counted outlives it."""
+def test_replicas_on_one_store_share_canary_counts(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     with (
         server() as valkey,
         stack(DOCUMENT, "--store", f"redis://{valkey.address}", "--transport", transport, replicas=2) as made,
@@ -129,8 +123,7 @@ def test_replicas_on_one_store_know_each_other(transport: str, capsys: pytest.Ca
         assert canaries["strict"]["new"]["tenants"] == 8
 
 
-def test_replicas_without_a_common_store_are_summed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where each counts in its own memory, the command adds up those that it is told of."""
+def test_command_adds_up_replicas_without_common_store(capsys: pytest.CaptureFixture[str]) -> None:
     with stack(DOCUMENT, replicas=2) as made:
         for number in range(30):
             made.send("/v1/chat", headers={"x-user-id": f"user-{number}"})

@@ -44,7 +44,6 @@ class Doctor:
     """One run of the command, in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *replicas: Loopguard) -> None:
-        """Ask these."""
         asked = [part for replica in replicas for part in ("--admin", replica.admin_url)]
         capsys.readouterr()
         self.code = main(["doctor", "--json", *asked])
@@ -53,31 +52,26 @@ class Doctor:
         self.text = capsys.readouterr().out
 
     def find(self, reason: str) -> dict[str, Any]:
-        """The one finding with that reason."""
         (found,) = self.find_all(reason)
         return found
 
     def find_all(self, reason: str) -> list[dict[str, Any]]:
-        """Those of all servers."""
         return [finding for report in self.reports for finding in report["findings"] if finding["reason"] == reason]
 
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Stack]:
-    """One replica behind Envoy, which hands over what fits into its buffer."""
     with stack(POLICIES, body_mode="tolerant", buffer_limit=BUFFER) as running:
         yield running
 
 
 def send(made: Stack, target: str, body: object = HELLO, **headers: str) -> None:
-    """One POST that has to reach the upstream."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     assert made.send(target, method="POST", body=data, headers=named).status == 200
 
 
-def test_before_any_request_it_says_so(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """If the filter is not attached, nothing is matched, and the report says so rather than that all is well."""
+def test_doctor_reports_that_no_request_has_come(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     if made.upstream.seen:
         pytest.skip("other tests have sent requests already")
     doctor = Doctor(capsys, made.loopguard)
@@ -90,8 +84,7 @@ def test_before_any_request_it_says_so(made: Stack, capsys: pytest.CaptureFixtur
     assert "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`" in flat(capsys)
 
 
-def test_a_server_says_everywhere_which_build_it_is(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """The start line of the log, `/readyz` and `doctor`; pure Python says what compiling gains."""
+def test_log_readyz_and_doctor_name_the_build(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     doctor = Doctor(capsys, made.loopguard)
 
     assert made.loopguard.ask("/readyz")["build"] == doctor.reports[0]["build"] == BUILD
@@ -147,10 +140,9 @@ FINDINGS: dict[str, tuple[Callable[[Stack], None], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("reason", FINDINGS)
-def test_what_is_not_guarded_is_found_with_the_line_to_change(
+def test_doctor_names_unguarded_traffic_and_the_line_to_change(
     made: Stack, capsys: pytest.CaptureFixture[str], reason: str
 ) -> None:
-    """Each reason by policy and Envoy's route, how many requests it is about, and where the policy has to change."""
     provoke, expected = FINDINGS[reason]
     provoke(made)
 
@@ -168,8 +160,7 @@ def test_what_is_not_guarded_is_found_with_the_line_to_change(
     assert f"on route {found['route']} ({reason})" in doctor.text
 
 
-def test_shares_add_up(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every request is unmatched, as one of another method, or guarded, guarded in part, not guarded or exempt."""
+def test_shares_of_requests_add_up(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     before = made.loopguard.ask("/coverage")["seen"]["unmatched"]
     made.send(CHAT)
     for _ in range(3):
@@ -187,8 +178,7 @@ def test_shares_add_up(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     assert agents["requests"] == agents["counted"] + agents["not_counted"] + agents["exempt"]
 
 
-def test_what_a_policy_passes_over_on_purpose_is_no_problem(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """`bypass` is an operator's own choice."""
+def test_bypassed_requests_are_no_problem(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     send(made, "/bypass/a", x_internal="1", **ANN)
 
     found = Doctor(capsys, made.loopguard).find("bypass")
@@ -196,12 +186,10 @@ def test_what_a_policy_passes_over_on_purpose_is_no_problem(made: Stack, capsys:
 
 
 def knows(replica: Loopguard, requests: int) -> bool:
-    """Whether a replica knows of this many matched requests."""
     return bool(replica.ask("/coverage")["seen"]["matched"] == requests)
 
 
-def test_no_empty_table_is_silent(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """`top`, `sessions`, the page and their JSON say how much was seen and guarded, and name the command that says more."""
+def test_every_empty_table_names_doctor(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     send(made, "/bypass/a")
     admin = ["--admin", made.loopguard.admin_url]
     (seen,) = made.loopguard.ask("/loops")["coverage"]
@@ -216,8 +204,7 @@ def test_no_empty_table_is_silent(made: Stack, capsys: pytest.CaptureFixture[str
     assert seen["line"].split(";")[0] in made.loopguard.get("/")[1]
 
 
-def test_replicas_on_one_store_answer_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    """Any replica knows what the others have seen, and a second one that is asked is not counted twice."""
+def test_replicas_on_one_store_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
     with server() as valkey, stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made:
         for _ in range(20):
             send(made, CHAT, **ANN)
@@ -234,8 +221,7 @@ def test_replicas_on_one_store_answer_for_all(capsys: pytest.CaptureFixture[str]
         assert not [finding for finding in report["findings"] if finding["reason"] == "memory_store"]
 
 
-def test_several_servers_that_count_by_themselves_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    """With memory:// one server is a note, which is no failure, and two of them split every count."""
+def test_several_servers_with_memory_stores_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     with stack(POLICIES, replicas=2) as made:
         for _ in range(8):
             send(made, CHAT, **ANN)
@@ -251,8 +237,7 @@ def test_several_servers_that_count_by_themselves_are_a_problem(capsys: pytest.C
         assert "2 servers each count for themselves" in both.text
 
 
-def test_policies_that_are_not_in_force_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `validate` refuses changes nothing, and that stands until it is mended."""
+def test_refused_policy_files_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     with stack(POLICIES) as made:
         send(made, CHAT, **ANN)
         made.write_policies("{")
@@ -264,7 +249,6 @@ def test_policies_that_are_not_in_force_are_a_problem(capsys: pytest.CaptureFixt
     assert "the policy files have errors" in doctor.find("policies_refused")["text"]
 
 
-def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, and exit code 1."""
+def test_doctor_without_server_exits_1_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--admin", "unix:/nonexistent.sock"]) == 1
     assert "cannot ask unix:/nonexistent.sock" in capsys.readouterr().err

@@ -63,7 +63,6 @@ POLICIES = bundle(
 
 
 def make_requests(secret: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """A path and headers for each place in which a secret may stand."""
     for path in (CHAT, MESSAGES, GEMINI, BEDROCK, "/other"):
         yield path, {"authorization": f"Bearer {secret}"}
     yield (
@@ -122,8 +121,7 @@ def read_store(valkey: Server) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
-def test_no_secret_is_anywhere(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever shows callers is on; the secrets reach the upstream."""
+def test_secrets_are_in_no_store_page_or_log(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     secret, body = f"sk-{secrets.token_hex(20)}", make_body()
     requests = list(make_requests(secret))
     flags = ["--record", "--show-callers", "--log-level", "debug", "--transport", transport]

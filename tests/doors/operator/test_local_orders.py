@@ -22,7 +22,6 @@ BROWSER = {"accept": "text/html"}
 
 @pytest.fixture
 def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's runtime folder, of servers and commands."""
     folder = tmp_path_factory.mktemp("runtime")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     return folder / "loopguard"
@@ -37,18 +36,15 @@ def running(runtime: Path) -> Iterator[Stack]:
 
 
 def ask(running: Stack, user: str) -> int:
-    """The status of a user's request."""
     return running.send("/x", method="POST", body=b"{}", headers={"x-user-id": user}).status
 
 
 def list_commands(loopguard: Loopguard) -> list[str]:
-    """The commands on the page, as they are copied."""
     page = loopguard.get("/", **BROWSER)[1]
     return [html.unescape(command) for command in re.findall(r"</button> <code>([^<]*)</code>", page)]
 
 
-def test_commands_on_the_page_run_as_printed(running: Stack) -> None:
-    """Without a token flag; they name the server, and one of them lets a refused caller through at once."""
+def test_commands_on_the_page_run_without_a_token_flag(running: Stack) -> None:
     assert [ask(running, "bob") for _ in range(4)][-1] == 429
     page = running.loopguard.get("/", **BROWSER)[1]
     assert "as its user." in page
@@ -61,7 +57,7 @@ def test_commands_on_the_page_run_as_printed(running: Stack) -> None:
     assert f"--admin 127.0.0.1:{running.loopguard.admin_port}" in free
 
 
-def test_localhost_is_the_server_s_own_address(running: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_localhost_means_127_0_0_1(running: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the name means ::1 first, another user could wait there for the token."""
     resolve = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: resolve("::1" if host == "localhost" else host, *more))
@@ -69,8 +65,7 @@ def test_localhost_is_the_server_s_own_address(running: Stack, monkeypatch: pyte
     assert main(["block", "--tool", "t", "--admin", f"localhost:{running.loopguard.admin_port}"]) == 0
 
 
-def test_a_vanished_token_file_asks_for_a_restart(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runtime folders end with the last session of their user, and temporary ones are swept."""
+def test_missing_token_file_asks_for_a_restart(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = runtime.iterdir()
     file.unlink()
 
@@ -79,8 +74,7 @@ def test_a_vanished_token_file_asks_for_a_restart(running: Stack, runtime: Path,
     assert f"503: {file}: No such file or directory; restart the server" in capsys.readouterr().err
 
 
-def test_a_file_that_others_may_use_is_not_used(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command names it, and says what would be right."""
+def test_token_file_readable_by_others_is_refused(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = runtime.iterdir()
     assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(runtime.stat().st_mode)) == (0o600, 0o700)
     assert f"admin_token_file={file} " in running.loopguard.output()
@@ -91,8 +85,7 @@ def test_a_file_that_others_may_use_is_not_used(running: Stack, runtime: Path, c
     assert f"{file} must be a file of this user alone, with mode 600" in capsys.readouterr().err
 
 
-def test_the_token_goes_with_its_server(runtime: Path, tmp_path: Path) -> None:
-    """Each server has its own, and removes it at a clean end."""
+def test_each_server_has_and_removes_its_own_token(runtime: Path, tmp_path: Path) -> None:
     servers = [Loopguard(tmp_path, listen=f"unix:{tmp_path}/{name}.sock") for name in "ab"]
     files = {int(file.stem): file.read_text() for file in runtime.iterdir()}
     for server in servers:
@@ -104,7 +97,7 @@ def test_the_token_goes_with_its_server(runtime: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--admin", "0.0.0.0:0"], []])
-def test_without_a_safe_place_the_port_only_reads(
+def test_port_is_read_only_without_a_safe_folder(
     arguments: list[str], runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If other machines can connect, or other users can use the folder; the page says so."""
@@ -125,8 +118,7 @@ def test_without_a_safe_place_the_port_only_reads(
         server.stop()
 
 
-def test_a_server_with_a_token_file_writes_none(runtime: Path, tmp_path: Path) -> None:
-    """Its page says where to run commands."""
+def test_server_with_token_file_shares_no_token(runtime: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("correct-horse-battery-staple\n")
     server = Loopguard(tmp_path, "--admin-token-file", str(tokens))

@@ -59,7 +59,6 @@ class Night:
         return newest
 
     def read_orders(self) -> list[str]:
-        """The orders that apply on each replica."""
         return [replica.get("/overrides")[1] for replica in self.made.replicas]
 
     def read_loops(self) -> list[dict[str, dict[str, Any]]]:
@@ -74,11 +73,9 @@ class Night:
         return [list_loops(replica.ask("/loops")) for replica in self.made.replicas]
 
     def count_orders(self) -> list[float]:
-        """The number of orders that apply on each replica."""
         return [replica.metric("overrides") for replica in self.made.replicas]
 
     def restart(self, number: int) -> Loopguard:
-        """Replace a replica, as a rollout does."""
         old = self.made.replicas[number]
         old.stop()
         self.made.replicas[number] = Loopguard(self.made.folder, *self.flags, listen=old.address)
@@ -97,7 +94,6 @@ class Night:
 
 @pytest.fixture(scope="module")
 def night() -> Iterator[Night]:
-    """The night's set-up."""
     with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey, receiving(204) as told:
         tokens, authority = Path(name) / "tokens", Path(name) / "ca.pem"
         tokens.write_text(TOKEN)
@@ -111,8 +107,7 @@ def night() -> Iterator[Night]:
                 replica.stop()
 
 
-def test_every_caller_is_named_for_what_it_does(night: Night) -> None:
-    """Every replica tells the storm, the stuck agent and the poller apart, and reports no other caller."""
+def test_every_replica_distinguishes_the_three_loopers(night: Night) -> None:
     assert night.send("/hook/billing", "storm", 30) == [200] * 19 + [429] * 11
     assert night.send("/v1/chat/completions", "agent-7", 5, STUCK) == [429] * 5
     assert night.send("/poll", "poller", 6) == [200] + [429] * 5
@@ -139,8 +134,7 @@ def test_every_caller_is_named_for_what_it_does(night: Night) -> None:
         assert "healthy" not in page
 
 
-def test_a_poller_is_freed_and_a_runaway_is_stopped_everywhere(night: Night) -> None:
-    """One command each: the poller stays free on both replicas, the stuck agent is refused on both, whatever it sends."""
+def test_one_command_frees_or_stops_a_caller_everywhere(night: Night) -> None:
     made = night.made
     assert night.send("/poll", "honest", 3) == [200, 429, 429]
     assert night.send("/v1/chat/completions", "runaway", 1, STUCK) == [429]
@@ -159,8 +153,7 @@ def test_a_poller_is_freed_and_a_runaway_is_stopped_everywhere(night: Night) -> 
         assert replica.metric("overridden_total", kind="block") > 0
 
 
-def test_callers_are_hidden_and_shown_again_while_the_server_runs(night: Night) -> None:
-    """SIGUSR1 turns the values of callers off and on, and that is logged; the other replica is unchanged."""
+def test_sigusr1_hides_and_shows_callers_on_one_replica(night: Night) -> None:
     night.send("/poll", "shown", 2)
     first, second = night.made.replicas
     for wait, hidden in (("callers are shown by a hash", {True}), ("callers are shown by their values", {False})):
@@ -171,8 +164,7 @@ def test_callers_are_hidden_and_shown_again_while_the_server_runs(night: Night) 
         assert {loop["descriptors"] is None for loop in list_loops(second.ask("/loops"))} <= {False}
 
 
-def test_what_operators_do_is_told(night: Night) -> None:
-    """Each order is an event of its own at the webhook, with who gave it and what for; so is a loop that began."""
+def test_orders_and_loops_are_webhook_events(night: Night) -> None:
     night.send("/poll", "eve", 2)
     blocked = night.order("block", "--caller", "x-user-id=eve", "--reason", "incident 7")
     released = night.order("release", "--caller", "x-user-id=eve")
@@ -187,13 +179,11 @@ def test_what_operators_do_is_told(night: Night) -> None:
 
 
 def list_began(told: Receiver) -> list[dict[str, Any]]:
-    """The loops that the webhook knows of."""
     events = [event for _, batch in list(told.batches) for event in json.loads(batch)]
     return [event["data"] for event in events if event["type"] == "io.loopguard.loop.began.v1"]
 
 
-def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
-    """Orders, loops with all of their requests, and counts are there from a replica's first moment on."""
+def test_restart_of_both_replicas_loses_no_orders_or_loops(night: Night) -> None:
     night.order("block", "--caller", "x-user-id=late")
     orders = night.read_orders()
     assert night.send("/poll", "stubborn", 9) == [200] + [429] * 8
@@ -210,8 +200,7 @@ def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
     eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
 
 
-def test_other_programs_are_told(tmp_path: Path) -> None:
-    """A loop, a policy that begins to act, and a store that goes and comes back are events, each once."""
+def test_loop_promotion_and_store_outage_are_events(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     looked = policy("p", {"pathPrefix": "/"}, mode="shadow", **USER)
     with server() as valkey, stack(bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)) as made:
@@ -271,8 +260,7 @@ def test_agents_wait_while_their_tool_is_down(tmp_path: Path, capsys: pytest.Cap
     assert event["data"]["sessions"] >= 5
 
 
-def test_without_the_store_what_is_known_holds(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
-    """While the store is away, blocks stay in force, a new order is refused with the reason, and requests pass."""
+def test_blocks_stay_in_force_without_the_store(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
     night.order("block", "--caller", "x-user-id=dora")
 
     night.valkey.stop()

@@ -38,7 +38,6 @@ class Shift(Scene):
     environment: dict[str, str]
 
     def enter(self, command: str) -> str:
-        """Run a command in the person's shell; returns what it prints."""
         environment = {**os.environ, **self.environment, "COLUMNS": "120"}
         ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
         assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr
@@ -70,7 +69,6 @@ class Shift(Scene):
         return rows if all(any(word in row.text for row in shown) for word in words) else []
 
     def list_orders(self) -> list[set[str]]:
-        """The names of the orders that apply on each replica."""
         documents = [replica.ask("/overrides") for replica in self.made.replicas]
         return [{order["override"] for order in document["overrides"]} for document in documents]
 

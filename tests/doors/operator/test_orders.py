@@ -36,7 +36,6 @@ class Running:
         self.url = self.loopguard.admin_url
 
     def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Status and document of an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.loopguard.admin_port, timeout=PATIENCE)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -47,14 +46,12 @@ class Running:
             connection.close()
 
     def list_standing(self) -> list[dict[str, Any]]:
-        """What stands."""
         standing: list[dict[str, Any]] = self.ask("GET", "/overrides")[1]["overrides"]
         return standing
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """One server with a token file."""
     with tempfile.TemporaryDirectory(prefix="lg") as name:
         folder = Path(name)
         made = Running(folder, "--admin-token-file", str(folder / "tokens"))
@@ -71,8 +68,7 @@ def reading() -> Iterator[Running]:
         made.loopguard.stop()
 
 
-def test_an_order_is_given_listed_and_revoked(running: Running) -> None:
-    """A client with the token gives an order; any client may read it; it can be revoked once."""
+def test_order_is_given_listed_and_revoked_once(running: Running) -> None:
     status, given = running.ask("POST", "/overrides", BLOCK | {"reason": "runaway"}, GOOD | {"x-loopguard-operator": "eve@x"})
 
     assert status == 201
@@ -104,8 +100,7 @@ REFUSED: dict[str, tuple[dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_without_a_credential_nothing_can_be_changed(running: Running, case: str) -> None:
-    """Such a client can neither give nor revoke orders, and is told why; nothing allows a page to ask for it."""
+def test_client_without_credential_changes_nothing(running: Running, case: str) -> None:
     headers, status = REFUSED[case]
 
     refused, said = running.ask("POST", "/overrides", BLOCK, headers)
@@ -116,8 +111,7 @@ def test_without_a_credential_nothing_can_be_changed(running: Running, case: str
     assert running.list_standing() == []
 
 
-def test_without_a_token_file_the_port_only_reads(reading: Running) -> None:
-    """No header opens it, and the answer says what would."""
+def test_port_without_token_file_is_read_only(reading: Running) -> None:
     status, said = reading.ask("POST", "/overrides", BLOCK, GOOD)
 
     assert status == 403
@@ -126,8 +120,7 @@ def test_without_a_token_file_the_port_only_reads(reading: Running) -> None:
     assert reading.ask("GET", "/overrides") == (200, {"overrides": []})
 
 
-def test_the_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    """Any process that can open the socket can give orders; only the server's user can."""
+def test_admin_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixture[str]) -> None:
     admin = f"unix:{reading.socket}"
 
     assert main(["block", "--caller", "x-user-id=ann", "--for", "2m", "--reason", "runaway", "--admin", admin]) == 0
@@ -143,8 +136,7 @@ def test_the_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixtu
     assert reading.list_standing() == []
 
 
-def test_tokens_are_read_again(running: Running) -> None:
-    """A replaced token stops working without a restart; if the file is missing, every token is refused."""
+def test_replaced_token_file_is_read_again(running: Running) -> None:
     try:
         running.tokens.write_text("another-token-of-good-length\n\nand-a-second-one-beside-it\n")
         assert running.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 401
@@ -181,14 +173,12 @@ def test_tokens_are_read_again(running: Running) -> None:
         (["block", "--tool", "t", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read"),
     ],
 )
-def test_an_invalid_command_asks_no_server(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Usage errors exit 2 with one clear line."""
+def test_invalid_command_exits_2_with_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--admin", "http://127.0.0.1:1"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_command_says_what_the_server_refused(running: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A wrong token, or none, exits 1 and says so; a note about an order goes to stderr."""
+def test_command_reports_why_the_server_refused(running: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["block", "--tool", "t", "--admin", running.url]) == 1
     assert "401: no token given: set --token-file, or use --admin-socket" in capsys.readouterr().err
     wrong = tmp_path / "token"
@@ -202,8 +192,7 @@ def test_a_command_says_what_the_server_refused(running: Running, capsys: pytest
     assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
 
 
-def test_sessions_are_killed_and_granted_more(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server that is asked twice takes a grant once; another command adds; the list says what was granted."""
+def test_kill_and_grant_commands_act_once(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
     good = ["--admin", running.url, "--admin", running.url, "--token-file", str(running.tokens)]
     session = ["--session", "header:x-session-id=abc"]
     assert main(["kill", *session, "--caller", "x-user-id=ann", *good]) == 0
@@ -227,8 +216,7 @@ def test_sessions_are_killed_and_granted_more(running: Running, capsys: pytest.C
 
 
 @pytest.mark.parametrize("content", [None, "", "short"])
-def test_a_token_file_that_cannot_be_used_is_told_at_the_start(content: str | None, tmp_path: Path) -> None:
-    """`serve` does not start with a file in which there is no good token."""
+def test_serve_refuses_an_unusable_token_file(content: str | None, tmp_path: Path) -> None:
     write_policies(tmp_path, bundle(policy("p", {"pathPrefix": "/"}, **USER)))
     if content is not None:
         (tmp_path / "tokens").write_text(content)

@@ -20,7 +20,6 @@ THRESHOLD = 3
 
 
 def ramped(percent: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of the policy
-    """A bundle of one policy for a share of the callers, beside one that only ever warns."""
     return bundle(
         policy("p", {"pathPrefix": "/"}, enforce_percent=percent, limit_keys=KEYS, **more),
         policy("w", {"pathExact": "/warned"}, action="warn", limit_keys=KEYS, threshold_identical_requests=2),
@@ -36,7 +35,6 @@ def find_users(lowest: int, highest: int, count: int) -> list[str]:
 
 
 def send(made: Stack, user: str, path: str, times: int = THRESHOLD) -> list[int]:
-    """The statuses of equal requests."""
     return [made.send(path, headers={USER: user}).status for _ in range(times)]
 
 
@@ -49,8 +47,7 @@ def grow(made: Stack, percent: int, **more: object) -> None:
     )
 
 
-def test_replicas_choose_the_same_callers_and_carry_their_counts_along() -> None:
-    """Two replicas on one Valkey act on the same callers; with keep_counts one that enters is refused at its next request."""
+def test_replicas_enforce_on_the_same_callers_with_kept_counts() -> None:
     insiders, later, outsiders = find_users(1, 50, 4), find_users(51, 75, 4), find_users(76, 100, 4)
     with server() as valkey, stack(ramped(50, keep_counts=True), "--store", f"redis://{valkey.address}/0", replicas=2) as made:
         for user in insiders:
@@ -69,14 +66,12 @@ def test_replicas_choose_the_same_callers_and_carry_their_counts_along() -> None
 
 
 def run(capsys: pytest.CaptureFixture[str], made: Stack, *arguments: str) -> tuple[int, str]:
-    """The exit code and the output of a command that asks the server."""
     capsys.readouterr()
     code = main([*arguments, "--admin", made.loopguard.admin_url])
     return code, capsys.readouterr().out
 
 
-def test_policy_that_acts_on_none_of_few_callers_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """Until one is in the share; then the policy acts on some of them, and there is nothing to report."""
+def test_doctor_reports_a_share_without_callers(capsys: pytest.CaptureFixture[str]) -> None:
     policies = bundle(
         policy("live", {"pathPrefix": "/"}, limit_keys=KEYS),
         policy("p", {"pathPrefix": "/"}, enforce_percent=5, canary_of="live", limit_keys=KEYS),

@@ -13,14 +13,12 @@ from tests.support.kill_switches import GUARDED, switch
 
 @pytest.fixture(scope="module", params=["fast", "grpcio"])
 def running(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """A stack whose bundle stops one user, and another one on a path that no policy guards."""
     switches = [switch(), switch(value="half", route="/alone")]
     with stack(bundle(GUARDED, kill_switches=switches), "--transport", request.param) as made:
         yield made
 
 
-def test_a_client_is_stopped_through_envoy(running: Stack) -> None:
-    """The first request is refused without its body having been waited for; nothing of it reaches the upstream."""
+def test_kill_switch_refuses_on_headers_through_envoy(running: Stack) -> None:
     before = len(running.upstream.seen)
 
     answer = running.send("/guarded", method="POST", body=b"{}", headers={"x-user-id": "bad"})
@@ -34,7 +32,6 @@ def test_a_client_is_stopped_through_envoy(running: Stack) -> None:
     assert running.loopguard.metric("kill_switched_total", scope_key="header:x-user-id", mode="enforce") >= 1
 
 
-def test_envoy_shows_the_path_that_a_switch_names(running: Stack) -> None:
-    """A switch's own path is guarded in the printed configuration, whatever the policies guard."""
+def test_printed_envoy_configuration_guards_the_switchs_path(running: Stack) -> None:
     assert running.send("/alone", headers={"x-user-id": "half"}).status == 429
     assert running.send("/guarded/alone", headers={"x-user-id": "half"}).status == 200

@@ -61,7 +61,6 @@ IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
 def ask(port: int, path: str, method: str = "GET", data: bytes | None = None) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body of one request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request(method, path, data)
@@ -72,12 +71,10 @@ def ask(port: int, path: str, method: str = "GET", data: bytes | None = None) ->
 
 
 def make_down() -> Page:
-    """A page with a status of its own."""
     return Page(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "no store"})
 
 
 def make_broken() -> Page:
-    """A page that fails."""
     raise ValueError("too deep")
 
 
@@ -85,13 +82,11 @@ DOWN, BROKEN = route_page("/down", make_down), route_page("/broken", make_broken
 
 
 def make_admin(*routes: Route, metrics: Metrics | None = None) -> AdminServer:
-    """An admin server with these routes, not started yet."""
     return AdminServer(make_app(metrics or Metrics(), routes))
 
 
 @contextmanager
 def serving(admin: AdminServer, socket_path: str = "") -> Iterator[int]:
-    """Start an admin server on a free port and stop it at the end."""
     port = int(admin.start(parse_address("127.0.0.1:0"), socket_path).rpartition(":")[2])
     try:
         yield port
@@ -108,7 +103,7 @@ HOSTS = {**dict.fromkeys([*NEAR_HOSTS, "[::ffff:127.0.0.1]:9900"], True), **dict
 
 
 @pytest.mark.parametrize(("host", "near"), HOSTS.items())
-def test_a_local_client_uses_this_machines_own_name(host: str, near: bool) -> None:
+def test_local_client_is_recognised_by_address_and_host_header(host: str, near: bool) -> None:
     """A browser here that was sent by a page from elsewhere says so in `Host`; a loopback address needs no port in there."""
     request: dict[str, Any] = {"type": "http", "headers": [(b"host", host.encode())]}
 
@@ -116,8 +111,7 @@ def test_a_local_client_uses_this_machines_own_name(host: str, near: bool) -> No
     assert not is_near(Request({**request, "client": ("192.0.2.7", 1)}))
 
 
-def test_metrics_have_the_promised_names_and_labels() -> None:
-    """Every documented metric is there, with exactly its labels."""
+def test_metrics_have_exactly_the_documented_names_and_labels() -> None:
     metrics = Metrics()
     families = {family.name: family for family in metrics.registry.collect()}
     label_names = list_labels(metrics.registry)
@@ -130,8 +124,7 @@ def test_metrics_have_the_promised_names_and_labels() -> None:
 
 
 @given(st.lists(st.floats(0, 2) | st.sampled_from([0.000025, 0.001, 1.0]), max_size=20))
-def test_histograms_are_what_prometheus_own_would_be(values: list[float]) -> None:
-    """What is kept in plain numbers is exposed letter by letter as the client library exposes its own histogram."""
+def test_histograms_are_exposed_like_the_prometheus_clients_own(values: list[float]) -> None:
     metrics, registry = Metrics(), CollectorRegistry()
     bounds, text = metrics.decision_seconds.bounds, "Time from message to answer, without delays by throttle"
     theirs = Histogram("loopguard_decision_seconds", text, buckets=bounds, registry=registry)
@@ -145,7 +138,6 @@ def test_histograms_are_what_prometheus_own_would_be(values: list[float]) -> Non
 
 
 def test_pages_have_their_status_and_errors_a_reason() -> None:
-    """Metrics in Prometheus' format, whatever the query; a wrong path names the right ones; a failing page ends nothing."""
     metrics = Metrics()
     metrics.decisions["p", "enforce", "reject"] = 1
     with serving(make_admin(DOWN, BROKEN, metrics=metrics)) as port:
@@ -158,8 +150,7 @@ def test_pages_have_their_status_and_errors_a_reason() -> None:
     assert 'loopguard_requests_total{action="reject",mode="enforce",policy="p"} 1.0\n' in good[2]
 
 
-def test_more_silent_clients_than_there_is_room_for_delay_no_other() -> None:
-    """Past the bound the client that has been silent longest is dropped, and a client that asks gets an answer."""
+def test_longest_silent_client_is_dropped_above_the_bound() -> None:
     with serving(make_admin()) as port, ExitStack() as clients:
         silent = [clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)]
 
@@ -167,8 +158,7 @@ def test_more_silent_clients_than_there_is_room_for_delay_no_other() -> None:
         assert silent[0].recv(1) == b""
 
 
-def test_a_slow_client_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has not sent its request in time is dropped, even if bytes keep coming."""
+def test_client_that_sends_slowly_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_server, "CLIENT_SECONDS", 0.2)
 
     with serving(make_admin()) as port, socket.create_connection(("127.0.0.1", port)) as client:
@@ -178,7 +168,6 @@ def test_a_slow_client_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _dribble(client: socket.socket) -> bool:
-    """Send a little more; returns whether the server has hung up."""
     try:
         client.sendall(b"a: b\r\n")
         return client.recv(1) == b""
@@ -202,16 +191,14 @@ async def _echo(request: Request) -> Response:
         ("PUT", b"", 405, {"error": "Method Not Allowed"}),
     ],
 )
-def test_what_is_sent_is_bounded_json(method: str, data: bytes, status: int, document: dict[str, Any]) -> None:
-    """A body that is JSON reaches its endpoint; what is wrong with another is told."""
+def test_request_body_is_json_of_bounded_length(method: str, data: bytes, status: int, document: dict[str, Any]) -> None:
     with serving(make_admin(Route("/echo", _echo, methods=["POST"]))) as port:
         answer = ask(port, "/echo", method, data)
 
     assert (answer[0], json.loads(answer[2])) == (status, document)
 
 
-def test_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
-    """The same endpoints are there on a Unix socket that only its owner may open."""
+def test_unix_socket_has_the_endpoints_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     with serving(make_admin(route_page("/p", lambda: Page(HTTPStatus.OK, {"a": 1}))), str(path)) as port:
         client = AdminClient(f"unix:{path}")
@@ -223,8 +210,7 @@ def test_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:0", pytest.param("[::1]:0", marks=IPV6), pytest.param(":0", marks=IPV6)])
-def test_it_listens_where_it_is_told(text: str) -> None:
-    """IPv4, IPv6 and all interfaces; the answer tells the real port."""
+def test_server_listens_on_ipv4_ipv6_and_all_interfaces(text: str) -> None:
     admin = make_admin()
 
     shown = admin.start(parse_address(text))
@@ -234,7 +220,7 @@ def test_it_listens_where_it_is_told(text: str) -> None:
     assert int(shown.rpartition(":")[2]) > 0
 
 
-def test_where_it_cannot_listen_is_one_clear_error(tmp_path: Path) -> None:
+def test_address_that_cannot_be_used_is_one_error(tmp_path: Path) -> None:
     """The error names the place and the flag; a server that has never started can be stopped."""
     admin, missing = make_admin(), f"{tmp_path}/no/such/folder"
     with serving(make_admin()) as port, pytest.raises(LoopguardError) as in_use:
@@ -249,14 +235,12 @@ def test_where_it_cannot_listen_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def complain(client: AdminClient, path: str) -> str:
-    """Why there is no answer."""
     with pytest.raises(LoopguardError) as failure:
         client.ask(path)
     return str(failure.value)
 
 
-def test_the_client_says_why_there_is_no_answer() -> None:
-    """No server, an unknown path, a page's own error, an answer that is no JSON: each is one clear line."""
+def test_client_reports_each_failure_in_one_line() -> None:
     with serving(make_admin(DOWN)) as port:
         client = AdminClient(f"127.0.0.1:{port}")
         messages = [complain(client, path) for path in ("/nothing", "/down", "/metrics")]
@@ -273,8 +257,7 @@ def test_the_client_says_why_there_is_no_answer() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "http://h/policies", "unix:admin.sock", ""])
-def test_a_url_that_is_none_is_a_usage_error(url: str) -> None:
-    """What no server can be asked at is told before anything is asked."""
+def test_malformed_admin_url_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="--admin must be"):
         AdminClient(url)
 
@@ -291,8 +274,7 @@ def test_a_url_that_is_none_is_a_usage_error(url: str) -> None:
         ({"LOOPGUARD_ADMIN": "10.0.0.1:8000", "LOOPGUARD_ADMIN_SOCKET": "/run/a.sock"}, "unix:/run/a.sock"),
     ],
 )
-def test_the_machines_own_server_is_found_by_its_environment(environ: dict[str, str], expected: str) -> None:
-    """Without `--admin` a command asks where the environment has the server listen."""
+def test_environment_names_the_local_server(environ: dict[str, str], expected: str) -> None:
     assert find_admin(environ)[0] == expected
 
 
@@ -300,8 +282,7 @@ def test_the_machines_own_server_is_found_by_its_environment(environ: dict[str, 
 @pytest.mark.parametrize(
     "module", deepen(["extproc.cli.main", "extproc.ext_proc.stream", "extproc.transport.fast"], "extproc.cli.main")
 )
-def test_neither_requests_nor_other_commands_load_the_web_server(module: str) -> None:
-    """What every request runs through, and the command line, import nothing of the admin port's."""
+def test_requests_and_commands_do_not_import_the_web_server(module: str) -> None:
     heavy = "{'starlette', 'uvicorn', 'httpx', 'jinja2', 'rich', 'cloudevents'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
 
@@ -327,16 +308,14 @@ class Made:
         return Server(settings)
 
     def ask(self, path: str) -> tuple[int, dict[str, Any]]:
-        """The status and the JSON of a page."""
         answer = self._client.get(path)
         return answer.status_code, answer.json()
 
     def read_metric(self, name: str) -> list[str]:
-        """The lines of a metric."""
         return [line for line in self._client.get("/metrics").text.splitlines() if line.startswith(f"loopguard_{name}")]
 
 
-def test_a_server_is_ready_from_serving_until_draining(tmp_path: Path) -> None:
+def test_server_is_ready_from_serving_until_draining(tmp_path: Path) -> None:
     """Also while its store is away, which is a detail beside the parts that are not enforced."""
     starting = Made(tmp_path, bundle(GUARD)).ask("/readyz")
     write_policies(tmp_path, bundle({"id": "p", "spec": GUARD["spec"] | {"labels": ["ip:tor"]}}))
@@ -359,8 +338,7 @@ def test_a_server_is_ready_from_serving_until_draining(tmp_path: Path) -> None:
     assert draining["status"] == "draining"
 
 
-def test_healthy_until_the_event_loop_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/healthz` is 503 once the event loop has not run for a long time."""
+def test_healthz_fails_when_the_event_loop_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, now = Made(tmp_path, bundle(GUARD)), time.monotonic
     before = made.ask("/healthz")
     monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
@@ -370,8 +348,7 @@ def test_healthy_until_the_event_loop_stalls(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("shadow", "mode"), [(False, "enforce"), (True, "shadow")])
-def test_policies_shows_what_is_loaded(tmp_path: Path, shadow: bool, mode: str) -> None:
-    """Every file with its hash, version and policies as written, and the mode each policy runs in."""
+def test_policies_page_shows_files_hashes_and_modes(tmp_path: Path, shadow: bool, mode: str) -> None:
     document = bundle(GUARD, expires_at="2999-01-01T00:00:00Z")
     _, page = Made(tmp_path, document, shadow=shadow).ask("/policies")
 
@@ -382,8 +359,7 @@ def test_policies_shows_what_is_loaded(tmp_path: Path, shadow: bool, mode: str) 
     assert file["policies"] == [GUARD]
 
 
-def test_what_is_not_enforced_is_shown(tmp_path: Path) -> None:
-    """With --allow-unenforced each part stands in `/policies` and a metric, also those of policies of routes."""
+def test_unenforced_parts_are_on_pages_and_in_metrics(tmp_path: Path) -> None:
     more = {"rules": [RULE | {"limit_keys": ["ip:asn", "ua:bot"]}], "labels": ["ip:tor"]}
     document = bundle({"id": "p", "spec": GUARD["spec"] | more}, kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}])
     made = Made(tmp_path, document, allow_unenforced=True)

@@ -36,12 +36,10 @@ ALLOW, WARN, STEER, THROTTLE, LAND, REJECT = Action
 
 
 def ask(service: Service, value: dict[str, Any], more: dict[str, Any]) -> None:
-    """One request, with more headers."""
     exchange(service, headers("/v1/chat/completions", **more), body(json.dumps(value).encode()))
 
 
 def converse(service: Service, task: str, turns: Sequence[Did], *, again: int = 1, user: str = "ann") -> None:
-    """The requests of a conversation, each sent again this often."""
     for count in range(1, len(turns) + 1):
         shown = [turn._replace(thought=f"{task} {number}", number=number) for number, turn in enumerate(turns[:count], 1)]
         value = as_chat(shown)
@@ -51,7 +49,6 @@ def converse(service: Service, task: str, turns: Sequence[Did], *, again: int = 
 
 
 def count_changes(service: Service) -> dict[tuple[str, str], int]:
-    """The metric, by arm and change."""
     found: dict[tuple[str, str], int] = {}
     for metric in service.metrics.after_notes.collect():
         for sample in metric.samples:
@@ -71,8 +68,7 @@ def count_changes(service: Service) -> dict[tuple[str, str], int]:
         (ALLOW, ALLOW, ALLOW, ""), (REJECT, ALLOW, ALLOW, ""),
     ],
 )  # fmt: skip
-def test_a_change_is_told_by_three_requests(now: Action, before: Action, earlier: Action, change: str) -> None:
-    """An episode begins with a note and ends once, whatever happens behind its end."""
+def test_three_requests_tell_how_an_episode_changes(now: Action, before: Action, earlier: Action, change: str) -> None:
     assert find_change(now, before, earlier) == change
 
 
@@ -97,8 +93,7 @@ CONVERSATIONS: dict[str, tuple[list[list[Did]], int, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(("conversations", "again", "changes"), CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_each_way_out_of_a_loop_is_counted_once(conversations: list[list[Did]], again: int, changes: dict[str, int]) -> None:
-    """Some turn round, or do after a second note; one lands and is refused after that; one sends no more."""
+def test_each_end_of_an_episode_is_counted_once(conversations: list[list[Did]], again: int, changes: dict[str, int]) -> None:
     service = make_service(policy("p", ANY, **LADDER))
 
     for number, turns in enumerate(conversations):
@@ -107,8 +102,7 @@ def test_each_way_out_of_a_loop_is_counted_once(conversations: list[list[Did]], 
     assert count_changes(service) == {("noted", change): count for change, count in changes.items()}
 
 
-def test_a_share_splits_conversations_and_not_requests() -> None:
-    """About half get notes, each from its first note to its end, and the same half on every replica."""
+def test_steer_share_splits_conversations_alike_on_all_replicas() -> None:
     halves: list[list[str]] = []
     for _ in range(2):
         halves.append([])
@@ -123,8 +117,7 @@ def test_a_share_splits_conversations_and_not_requests() -> None:
     assert 2 < halves[0].count("noted") < 18
 
 
-def test_conversations_without_a_note_still_land() -> None:
-    """With a share of 0, nothing is steered, and what came after says what happens without notes."""
+def test_conversations_without_notes_still_land() -> None:
     service = make_service(policy("p", ANY, **LADDER, steer_share=0))
 
     converse(service, "one", [*[STUCK] * 3, OTHER])
@@ -138,8 +131,7 @@ def test_conversations_without_a_note_still_land() -> None:
     assert detections == {"warn", "land"}
 
 
-def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
-    """It got no note, although it was to get one."""
+def test_uneditable_body_is_in_neither_half() -> None:
     service = make_service(policy("p", ANY, **LADDER))
     signed = {"signature-input": 'sig=("content-digest")', "content-digest": "sha-256=:x:", "x-user-id": "ann"}
 
@@ -151,8 +143,7 @@ def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
     assert count_changes(service) == {}
 
 
-def test_a_windowed_detector_counts_what_it_sees() -> None:
-    """It cannot see a conversation turn round, but it counts the first note, and what it did next."""
+def test_windowed_detector_counts_first_note_and_what_followed() -> None:
     loop: dict[str, Any] = {"threshold_identical_requests": 2, "action": "steer", "escalate": {"reject": 4}}
     service = make_service(policy("p", ANY, similarity="canonical", window_seconds=60, **loop))
     data = json.dumps(as_chat([STUCK])).encode()
@@ -163,7 +154,7 @@ def test_a_windowed_detector_counts_what_it_sees() -> None:
     assert count_changes(service) == {("noted", BEGUN): 1, ("noted", WENT_ON): 1, ("noted", REFUSED): 1}
 
 
-def test_replicas_add_up_what_each_has_seen() -> None:
+def test_replicas_add_up_episodes() -> None:
     """One of two loops was acted on by one replica and left on another; the other is open for a while and then has ended."""
     one, other = make_service(policy("p", ANY, **LADDER)), make_service(policy("p", ANY, **LADDER))
     converse(one, "one", [STUCK] * 3)
@@ -191,8 +182,7 @@ def test_replicas_add_up_what_each_has_seen() -> None:
 
 
 @pytest.mark.parametrize(("settled", "told"), [(4, (240, 360)), (3, (240, None))])
-def test_tokens_before_and_after_a_note_are_told(settled: int, told: tuple[int, int | None]) -> None:
-    """Those of the session's calls, if the answers to all of them are known."""
+def test_report_has_tokens_before_and_after_a_note(settled: int, told: tuple[int, int | None]) -> None:
     service = make_service(policy("p", ANY, **LADDER, session={"keys": ["header:x-user-id"]}))
     converse(service, "one", [*[STUCK] * 3, OTHER])
     document = service.reporter.loops.make_document(shows_callers=False)
@@ -210,8 +200,7 @@ def test_tokens_before_and_after_a_note_are_told(settled: int, told: tuple[int, 
     assert (loop["tokens_before_note"], loop["tokens_after_note"]) == told
 
 
-def test_a_canary_says_what_came_after_without_acting() -> None:
-    """The candidate would have steered; the live policy does not steer."""
+def test_canary_counts_episodes_it_would_have_steered() -> None:
     live = policy("live", ANY, similarity="turns", limit_keys=["header:x-user-id"])
     candidate = policy("next", ANY, mode="shadow", **LADDER)
     service = make_service(live, candidate)

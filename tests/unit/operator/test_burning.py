@@ -30,7 +30,6 @@ from tests.support.session_runs import SESSION, TENANT, note
 
 
 def note_agents(table: SessionTable, agents: Sequence[tuple[str, str]], *, mode: str = "enforce") -> None:
-    """Requests of a session's agents, each with the limit that refuses it."""
     for agent, limit in agents:
         standing = Standing(LIMITS.index(limit) if limit else 0, 9, 8, steps=4, cost=10**9, tree=TreeStanding(2, 7))
         note(table, standing, now=time.time(), agent=agent, policy="agents", mode=mode, caller=[])
@@ -55,7 +54,7 @@ def make_night() -> Service:
     return service
 
 
-def test_headline_of_the_page_has_everything_that_burns() -> None:
+def test_page_headline_has_everything_that_burns_money() -> None:
     """Each has a section above the loops, in that order; what is healthy is folded. What a tool is called is text."""
     made = Operated(services=[make_night()])
     text, other = made.read(), made.read(policy="other")
@@ -80,8 +79,7 @@ def test_headline_of_the_page_has_everything_that_burns() -> None:
     assert "walker" in healthy
 
 
-def test_no_loops_are_named_alone_only_if_nothing_burns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Budgets alone are a headline, and the line of `top` below that of coverage."""
+def test_no_active_loops_is_said_if_nothing_else_burns(capsys: pytest.CaptureFixture[str]) -> None:
     made = Operated(limited(bucket(0.001, 2, keys=["header:x-user-id"])))
     ask(made.service, x_user_id="walker")
     calm = made.read()
@@ -95,8 +93,7 @@ def test_no_loops_are_named_alone_only_if_nothing_burns(capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines()[1] == "no loop in the last hour, 1 used-up budget; 1 replica"
 
 
-def test_top_has_everything_that_burns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its first line, and in rows and lines below; the commands as well."""
+def test_top_has_everything_that_burns_money(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with Operated(services=[make_night()]).listen() as url:
         assert main(["top", "--once", "--commands", "--admin", url]) == 0
@@ -124,7 +121,6 @@ def test_top_has_everything_that_burns(capsys: pytest.CaptureFixture[str], monke
 def test_explosion_is_more_agents_than_allowed_or_usual(
     agents: list[tuple[str, str]], mode: str, allowed: int, exploding: bool
 ) -> None:
-    """Within the last minute; a policy's limit says how many are meant."""
     table = SessionTable()
     note_agents(table, agents, mode=mode)
     (row,) = table.make_document(shows_callers=True).rows
@@ -155,15 +151,13 @@ def make_budget(**changes: Any) -> BudgetRow:  # noqa: ANN401  # fields of a row
         ({"kind": BUCKET, "rate": 1, "left": 900, "refused": 1, "refused_at": 1_010.0, "asked": 950}, False, False),  # it fills
     ],
 )
-def test_budget_that_refuses_what_is_asked_is_used_up(changes: dict[str, Any], used_up: bool, healthy: bool) -> None:
-    """Little is ever left of tokens at the moment of the last refusal, but rarely nothing."""
+def test_budget_smaller_than_the_refused_request_is_used_up(changes: dict[str, Any], used_up: bool, healthy: bool) -> None:
     row = describe_budget(make_budget(**changes), 1_011.0, shows_callers=False)
 
     assert (row["used_up"], is_healthy(row)) == (used_up, healthy)
 
 
 def test_words_for_what_burns_agree_with_their_numbers() -> None:
-    """What there is none of is not named."""
     assert list_burning(0, 0, None) == []
     assert list_burning(1, 2, {"used_up": 1_000, "open_breakers": 1}) == [
         "1 failing tool", "2 explosions of agents", "1,000 used-up budgets", "1 open breaker",

@@ -53,13 +53,11 @@ def send(service: Service, times: int = 1, *, path: str = "/v1", user: str = "an
 
 
 def pair_of(service: Service) -> Pair:
-    """The only pair."""
     (pair,) = service.pairs.list_pairs()
     return pair
 
 
 def state_of(service: Service) -> State:
-    """What the only pair has counted."""
     return read_state(pair_of(service), 1_700_000_000.0)
 
 
@@ -103,8 +101,7 @@ PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("case", PAIRINGS)
-def test_who_is_compared(case: str) -> None:
-    """A shadow policy is paired with the one that it names, else with the only enforcing one of its selector."""
+def test_candidate_is_paired_with_the_named_or_only_policy(case: str) -> None:
     policies, expected = PAIRINGS[case]
 
     assert [(pairing.live, pairing.candidate) for pairing in make_engine(*policies).pairings] == expected
@@ -139,8 +136,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_who_cannot_be_compared(case: str) -> None:
-    """`canary_of` names an enforcing policy that is there, and stands in a shadow policy: anything else is an error."""
+def test_invalid_canary_of_is_an_error(case: str) -> None:
     policies, pointer, message = REFUSED[case]
 
     with pytest.raises(BundleErrors) as raised:
@@ -150,7 +146,7 @@ def test_who_cannot_be_compared(case: str) -> None:
     assert message in raised.value.errors[0].message
 
 
-def test_a_canary_is_looked_for_in_all_that_is_loaded() -> None:
+def test_pairs_are_found_across_files() -> None:
     """In all files; of a policy that came with a route nothing is said, as it is not known what is loaded beside it."""
     candidate = json.dumps(shadow(canary_of="live")).encode()
 
@@ -161,8 +157,7 @@ def test_a_canary_is_looked_for_in_all_that_is_loaded() -> None:
 # --- What is compared
 
 
-def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
-    """Requests of callers that it already acts on are not compared, and do not count as missed."""
+def test_callers_in_the_enforced_share_are_not_compared() -> None:
     ramped = policy("strict", ANY, canary_of="live", enforce_percent=50, threshold_identical_requests=2, **USER)
     ramp = Ramp(50, compile_descriptors(USER["limit_keys"]), "strict")
     places = {name: ramp.find_place(HttpRequest("GET", "/", "", {"x-user-id": name.encode()})) for name in "abcdefgh"}
@@ -220,7 +215,6 @@ COMPARED: dict[str, tuple[list[dict[str, Any]], int, dict[str, int]]] = {
 
 @pytest.mark.parametrize(("policies", "times", "expected"), COMPARED.values(), ids=COMPARED)
 def test_disagreements_are_counted_by_kind(policies: list[dict[str, Any]], times: int, expected: dict[str, int]) -> None:
-    """Only what would change for a client is an extra or a missed refusal."""
     service = make_service(*policies)
 
     send(service, times)
@@ -229,16 +223,14 @@ def test_disagreements_are_counted_by_kind(policies: list[dict[str, Any]], times
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_what_is_decided_without_the_body_is_compared_with_what_needs_it(*, later: bool) -> None:
-    """Where live is decided by the headers and the candidate by the body, the two verdicts still meet."""
+def test_verdicts_on_headers_and_body_are_compared(*, later: bool) -> None:
     service = make_service(policy("live", ANY, action="warn", **BY_HEAD), shadow(), store=FailingStore("never", later=later))
     send(service, 3)
 
     assert counts_of(service) == {"neither": 1, "both": 2, "extra": 2}
 
 
-def test_counts_go_on_over_a_reload_that_changes_neither_policy() -> None:
-    """What was compared is kept while both policies say the same, and begins anew where one of them changes."""
+def test_reload_keeps_counts_of_unchanged_policies() -> None:
     service = make_service(LIVE, shadow())
     send(service, 2)
 
@@ -250,8 +242,7 @@ def test_counts_go_on_over_a_reload_that_changes_neither_policy() -> None:
     assert counts_of(service) == {}
 
 
-def test_the_metrics_say_the_same() -> None:
-    """Each count stands in /metrics from the start, with the ids of the two policies and no label that a client chooses."""
+def test_metrics_have_the_counts_from_the_start() -> None:
     service = make_service(LIVE, shadow())
 
     def read(name: str, **labels: str) -> float | None:
@@ -268,8 +259,7 @@ def test_the_metrics_say_the_same() -> None:
 
 
 @pytest.mark.sources  # compiled classes keep their methods
-def test_a_comparison_that_fails_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong in a comparison is counted and logged, and the answer stands."""
+def test_failed_comparison_is_logged_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     service = make_service(LIVE, shadow())
     monkeypatch.setattr(Pair, "compare", None)  # as a bug would
 
@@ -280,8 +270,7 @@ def test_a_comparison_that_fails_has_no_effect(monkeypatch: pytest.MonkeyPatch) 
 # --- What is told of them
 
 
-def test_top_disagreements_show_an_example_and_no_body() -> None:
-    """Of a conversation or of a call over MCP: no query, and nothing of headers or bodies but the tool's name."""
+def test_examples_of_disagreements_have_no_query_or_body() -> None:
     calls = [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "rm_rf", "arguments": '{"a": "SECRET"}'}}]}]
     results = [{"role": "tool", "tool_call_id": "c", "content": "SECRET"}]
     document = json.dumps({"messages": [{"role": "user", "content": "SECRET"}, *(calls + results) * 3]}).encode()
@@ -301,8 +290,7 @@ def test_top_disagreements_show_an_example_and_no_body() -> None:
     assert [entry.tool for entry in state_of(one_by_one).disagreements] == ["search"]
 
 
-def test_what_clients_choose_is_bounded_and_can_be_written() -> None:
-    """Long methods, paths and bytes that are no text make a document that fits on the board and that others can read."""
+def test_client_chosen_text_fits_into_a_board_document() -> None:
     service = make_service(LIVE, shadow())
     for number in range(KEPT + 10):
         send(service, 3, path=f"/{number}" + "\udcff\x01" * 3_000, method="M" * 3_000)
@@ -314,8 +302,7 @@ def test_what_clients_choose_is_bounded_and_can_be_written() -> None:
 
 
 @given(st.lists(st.sampled_from([*"abcdefgh", *map(str, range(100))]), max_size=400))
-def test_frequent_disagreements_are_never_missed(paths: list[str]) -> None:
-    """A kind that makes up more than its share of the room is kept, with a count between the true one and `over` more."""
+def test_frequent_disagreements_are_kept_with_bounded_error(paths: list[str]) -> None:
     found = Disagreements()
     for path in paths:
         found.add(("extra", "POST", path, "0" * 16, "default", ""))
@@ -335,7 +322,7 @@ def _hashes(start: int, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, SIZE - 1, 1_000, 20_000])
-def test_a_sketch_counts_exactly_or_nearly(count: int) -> None:
+def test_sketch_is_exact_up_to_its_size(count: int) -> None:
     """Up to its size it is a set; beyond, it does not grow, and is off by a few standard errors at most."""
     sketch = Sketch([*_hashes(0, count), *_hashes(0, count)])
 
@@ -344,8 +331,7 @@ def test_a_sketch_counts_exactly_or_nearly(count: int) -> None:
 
 
 @given(st.integers(0, 1_500), st.integers(0, 1_500), st.integers(0, 1_500))
-def test_merged_sketches_are_the_sketch_of_all(start: int, one: int, other: int) -> None:
-    """Nothing is lost between replicas: the order and the place where a caller was seen make no difference."""
+def test_merged_sketches_equal_the_sketch_of_all(start: int, one: int, other: int) -> None:
     merged = Sketch([*Sketch(_hashes(0, one)).list_kept(), *Sketch(_hashes(start, other)).list_kept()])
 
     assert merged.list_kept() == sorted({*_hashes(0, one), *_hashes(start, other)})[:SIZE]
@@ -354,8 +340,7 @@ def test_merged_sketches_are_the_sketch_of_all(start: int, one: int, other: int)
 # --- Replicas
 
 
-def test_what_replicas_have_counted_adds_up() -> None:
-    """Counts are summed, callers united, equal disagreements counted as one, over the longest time that any of them knows."""
+def test_states_of_replicas_add_up() -> None:
     first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow())
     send(first, 3)
     send(second, 2)
@@ -381,8 +366,7 @@ DOCUMENTS: dict[bytes, dict[str, int] | None] = {
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_document_of_another_version_is_read_or_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Counts and keys that are not known are passed over, those that are not there are 0; what is no state is logged."""
+def test_document_of_another_version_is_read_or_skipped(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
     store, service, counts = MemoryStore(Metrics()), make_service(LIVE, shadow()), DOCUMENTS[document]
     state = (
         document if counts is None else json.dumps(json.loads(encode_state(state_of(service))) | json.loads(document)).encode()
@@ -395,8 +379,7 @@ def test_a_document_of_another_version_is_read_or_passed_over(document: bytes, c
     assert ("the state of a canary cannot be read" in caplog.text) is (counts is None)
 
 
-def test_replicas_share_what_they_count() -> None:
-    """Each knows its own counts up to now, and the others' as last published, unless it has another version of a policy."""
+def test_replicas_share_their_counts() -> None:
     store, others = MemoryStore(Metrics()), shadow(threshold_identical_requests=3)
     services = [make_service(LIVE, candidate) for candidate in (shadow(), shadow(), others)]
     sharing = [Sharing(service.pairs, store, name) for service, name in zip(services, ("one", "other", "new"), strict=True)]
@@ -414,8 +397,7 @@ def test_replicas_share_what_they_count() -> None:
     assert len(describe_canaries([state_of(services[0]), state_of(services[2])], Rules())) == 2
 
 
-def test_a_store_that_is_away_costs_the_others_counts_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """While the store is away a replica reports only its own counts, and logs that once."""
+def test_replica_without_store_reports_its_own_counts(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(LIVE, shadow())
     sharing = Sharing(service.pairs, FailingStore(failing="canary", error=StoreError("down", kind="connection")), "one")
     send(service, 2)
@@ -438,7 +420,7 @@ def test_a_store_that_is_away_costs_the_others_counts_alone(caplog: pytest.LogCa
         (1, 29, 0.0061, 0.1718),
     ],
 )
-def test_bounds_are_wilson_s(part: int, whole: int, low: float, high: float) -> None:
+def test_bounds_are_wilsons(part: int, whole: int, low: float, high: float) -> None:
     """The bounds are those that R. G. Newcombe (Statistics in Medicine 17, 1998, table I) has for Wilson's method at 95 %."""
     bounds = find_bounds(part, whole)
 
@@ -447,8 +429,7 @@ def test_bounds_are_wilson_s(part: int, whole: int, low: float, high: float) -> 
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.floats(0, 0.999999))
-def test_bounds_are_never_nonsense(one: int, other: int, confidence: float) -> None:
-    """For any counts the bounds are numbers from 0 to 1 around the share, which is None while there is nothing."""
+def test_bounds_always_contain_the_share(one: int, other: int, confidence: float) -> None:
     part, whole = sorted((one, other))
 
     bounds = find_bounds(part, whole, confidence)
@@ -469,8 +450,7 @@ def test_bounds_are_never_nonsense(one: int, other: int, confidence: float) -> N
         ("confidence", "x"),
     ],
 )
-def test_rules_that_make_no_sense_are_usage_errors(flag: str, value: str) -> None:
-    """A rule that no number could keep is refused, with the flag's name."""
+def test_invalid_rules_are_usage_errors(flag: str, value: str) -> None:
     with pytest.raises(LoopguardError, match=f"--{flag.replace('_', '-')} must be a number"):
         read_options(Rules, {flag: value})
 
@@ -500,15 +480,13 @@ def test_rules_that_make_no_sense_are_usage_errors(flag: str, value: str) -> Non
     ],
 )
 def test_verdict_follows_from_counts(seen: Evidence, rules: dict[str, Any], verdict: str, reason: str) -> None:
-    """Safe and too strict are certain; before `min_requests` there is no verdict."""
     found = judge(seen, Rules(**rules))
 
     assert found.word == verdict
     assert found.reasons[0].startswith(reason)
 
 
-def test_the_report_says_all_of_it() -> None:
-    """The JSON report has the two policies, the verdict and its reason, times, counts, rates with bounds, callers, examples."""
+def test_report_has_verdict_counts_bounds_and_examples() -> None:
     service = make_service(LIVE, shadow())
     (unused,) = describe_canaries([state_of(service)], Rules())
     send(service, 5)

@@ -34,7 +34,6 @@ TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {
 
 
 def write_agent(times: int, task: str = "a", *, error: str = "") -> bytes:
-    """An agent that has called a tool so often, in its own words."""
     turns = [Did((("search", {"q": task}),), (error or "nothing found",), "", f"{task}: {n}", n) for n in range(1, times + 1)]
     return json.dumps(as_chat(turns)).encode()
 
@@ -47,7 +46,6 @@ def send(service: Service, content: bytes, user: str = "ann", session: str = "")
 
 
 def look(*services: Service, orders: Sequence[ActiveOverride] = (), price: float | None = None, **query: Any) -> dict[str, Any]:  # noqa: ANN401  # of a URL
-    """What `/loops` says about replicas, which show callers."""
     for service in services:
         service.reporter.show_callers = True
     return Operated(services=services, orders=orders, price=price).ask("/loops", **query)
@@ -61,8 +59,7 @@ WATCHED = [
 """Three policies that see the same looper."""
 
 
-def test_one_looper_is_one_row_whichever_policies_see_it() -> None:
-    """The table of loops has a row for each policy, with sums of their own; the requests of all of them are here once."""
+def test_conversation_is_one_row_for_all_policies() -> None:
     service, sent = make_service(*WATCHED), [write_agent(times) for times in (1, 2, 3, 3, 4, 5, 6)]
     forwarded = [send(service, content) for content in sent]
     acted = [place for place in range(len(sent)) if place > 1]
@@ -82,8 +79,7 @@ def test_one_looper_is_one_row_whichever_policies_see_it() -> None:
     assert report["total"]["requests"] == 5
 
 
-def test_conversations_of_a_caller_are_told_apart_without_a_name() -> None:
-    """By how they open, or by what repeats; other callers' are others, and so is the same one under a session's name."""
+def test_unnamed_conversations_are_distinguished_by_opening_or_repetition() -> None:
     service = make_service(policy("agents", ANY, **TURNS), policy("p", {"pathPrefix": "/poll"}, **USER))
     for user, task in (("ann", "a"), ("ann", "b"), ("bob", "a")):
         for times in (3, 4):
@@ -99,8 +95,7 @@ def test_conversations_of_a_caller_are_told_apart_without_a_name() -> None:
     assert sorted((row["path"], len(row["loops"])) for row in rows if row["requests"] == 3) == [("/poll/a", 1), ("/poll/b", 1)]
 
 
-def test_a_request_that_is_decided_in_two_parts_counts_once() -> None:
-    """One policy decides by its head, and a shadow policy when the body is there."""
+def test_request_decided_in_two_parts_counts_once() -> None:
     head = policy("head", ANY, action="warn", threshold_identical_requests=2, body="ignore", **USER)
     service = make_service(head, policy("canary", ANY, mode="shadow", threshold_identical_requests=2, **USER))
     for _ in range(3):
@@ -119,8 +114,7 @@ ACTS = st.lists(
 
 
 @given(ACTS)
-def test_sums_are_those_of_distinct_requests(acts: list[tuple[str, int, str, int, bool]]) -> None:
-    """Whatever is sent, in whatever order, and to whichever replica: what a policy has acted on counts once."""
+def test_each_request_counts_once_on_any_replica(acts: list[tuple[str, int, str, int, bool]]) -> None:
     services = [make_service(*WATCHED), make_service(*WATCHED)]
     acted = forwarded = size = 0
     for user, times, task, place, named in acts:
@@ -164,8 +158,7 @@ ROWS = st.builds(
 
 
 @given(st.lists(st.lists(ROWS, max_size=4), min_size=1, max_size=4), st.randoms())
-def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
-    """Nothing is lost, counted twice or changed; a conversation has one row, whose pace is that of all replicas together."""
+def test_rows_of_replicas_add_up_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
     later, before = NOW + 1_300, [asdict(row) for rows in replicas for row in rows]
     documents = [LoopDocument(rows, []) for rows in replicas]
     once = LoopDocument.merge(documents, NOW)
@@ -191,8 +184,7 @@ def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[Conversatio
     assert LoopDocument.merge([*documents, LoopDocument([], [], 2)], NOW + 9_000) == LoopDocument([], [], 2)
 
 
-def test_what_costs_most_now_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what has cost most: that may have ended; the other orders are there as well."""
+def test_highest_current_cost_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, service = Ahead(monkeypatch), make_service(policy("p", ANY, action="warn", threshold_identical_requests=2, **USER))
     for ago, user, size, times in ((900, "was", 4_000, 9), (0, "is", 400, 5)):
         clock.seconds = -ago
@@ -208,8 +200,7 @@ def test_what_costs_most_now_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
     assert paces == [pytest.approx(400, rel=0.3), 0]  # it decays while the test waits
 
 
-def test_a_query_selects_whole_conversations() -> None:
-    """A row that one of its policies selects is there with all of its requests and loops."""
+def test_selection_keeps_whole_conversations() -> None:
     service = make_service(*WATCHED)
     for times in (3, 4):
         send(service, write_agent(times))
@@ -228,7 +219,6 @@ def test_a_query_selects_whole_conversations() -> None:
 
 @pytest.mark.parametrize(("threshold", "would"), [(3, ["strict"]), (8, [])])
 def test_row_names_canaries_that_would_refuse_it(threshold: int, would: list[str]) -> None:
-    """Only where some of its requests pass today."""
     strict = {**TURNS, "action": "reject", "escalate": {}, "threshold_identical_requests": threshold}
     service = make_service(policy("live", ANY, **TURNS), policy("strict", ANY, mode="shadow", canary_of="live", **strict))
     for times in range(1, 5):
@@ -243,8 +233,7 @@ def test_row_names_canaries_that_would_refuse_it(threshold: int, would: list[str
 # ---- Orders
 
 
-def test_an_order_is_shown_at_what_it_is_about() -> None:
-    """Who gave it, and until when, with the command that ends it; an allowed conversation goes on to be counted."""
+def test_order_is_shown_in_its_row() -> None:
     service = make_service(policy("agents", ANY, **TURNS))
     assert send(apply_orders(service, order(ALLOW)), write_agent(9, "allowed before it looped"))
     apply_orders(service)
@@ -262,8 +251,7 @@ def test_an_order_is_shown_at_what_it_is_about() -> None:
 
 
 @pytest.mark.parametrize(("kind", "ending"), [(BLOCK, "free"), (KILL, "free"), (ALLOW, "revoke")])
-def test_what_frees_a_row_is_the_end_of_its_block(kind: str, ending: str) -> None:
-    """An `allow` would lift neither a block nor a kill, so it is not suggested while one is in force."""
+def test_blocked_row_is_freed_by_revoking(kind: str, ending: str) -> None:
     orders = [{"override": "newer", "kind": RELEASE}, {"override": "it", "kind": kind}]
     about = {"caller": "a" * 16, "session": "", "loops": []}
 
@@ -273,8 +261,7 @@ def test_what_frees_a_row_is_the_end_of_its_block(kind: str, ending: str) -> Non
     assert ("loopguard allow" in commands["free"]) is (ending == "revoke")
 
 
-def test_the_commands_are_ones_that_the_command_line_takes() -> None:
-    """They name the conversation as narrowly as every policy that acts on it knows it."""
+def test_suggested_commands_are_valid_and_as_narrow_as_possible() -> None:
     service = make_service(policy("agents", ANY, **TURNS), policy("p", ANY, **USER))
     send(service, write_agent(3), session="s")
     for _ in range(3):
@@ -305,8 +292,7 @@ def test_the_commands_are_ones_that_the_command_line_takes() -> None:
         ("loop_detection", "", 3, 3, ""),
     ],
 )
-def test_a_refused_session_is_granted_what_it_lacks(limit: str, tool: str, used: int, allowed: int, flags: str) -> None:
-    """Where no grant helps, it is released."""
+def test_refused_session_gets_a_grant_or_a_release(limit: str, tool: str, used: int, allowed: int, flags: str) -> None:
     refused = {"limit": limit, "tool": tool or None, "used": used, "allowed": allowed}
     row: dict[str, Any] = {"caller": "a" * 16, "session": "5" * 16, "killed": None, "refused": refused, "orders": []}
     row |= {"actual_cost": 1, "total_step_count": 5}
@@ -339,8 +325,7 @@ ABOUT = st.builds(
 
 
 @given(st.lists(st.tuples(TARGETS, st.sampled_from(["", "p"])), max_size=9), ABOUT)
-def test_the_index_finds_what_looking_at_each_order_finds(targets: list[tuple[Target, str]], about: ShownRow) -> None:
-    """Filing orders changes nothing but the time that it takes."""
+def test_order_index_finds_what_a_full_search_finds(targets: list[tuple[Target, str]], about: ShownRow) -> None:
     named = [(target, policy) for target, policy in targets if any(target)]
     orders = [order(BLOCK, target, name=str(n), about=policy, since=n) for n, (target, policy) in enumerate(named)]
 
@@ -358,8 +343,7 @@ def fail(service: Service, users: str, tasks: str, times: int = 5) -> list[bool]
     return [send(service, each, user) for user, each in content]
 
 
-def test_an_incident_is_one_row_with_its_loops_in_it() -> None:
-    """Whichever policies see it, and also those conversations that were stuck before it was one; no request counts twice."""
+def test_incident_is_one_row_with_its_loops() -> None:
     service = make_service(*WATCHED)
     forwarded = [*fail(service, "abc", "12"), *fail(service, "ab", "1", 6)]
     send(service, write_agent(3), "dora")
@@ -382,8 +366,7 @@ def test_an_incident_is_one_row_with_its_loops_in_it() -> None:
     assert "database" not in json.dumps(report)
 
 
-def test_a_loop_that_goes_on_when_the_incident_is_over_is_a_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tool fails for it alone, so it is no outage any more; hundreds of sessions of an outage share a row."""
+def test_loop_after_an_incident_is_a_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, service = Ahead(monkeypatch), make_service(policy("agents", ANY, **TURNS))
     clock.seconds = -WINDOW_SECONDS - 100
     fail(service, "abc", "12")

@@ -33,7 +33,6 @@ def describe(*services: Service) -> dict[str, Any]:
 
 
 def ask(service: Service, user: str = "", path: str = "/a") -> None:
-    """One request with a body."""
     exchange(service, headers(path, **({"x_user_id": user} if user else {})), body(b'{"a": 1}'))  # type: ignore[arg-type]
 
 
@@ -41,8 +40,7 @@ STRICT = policy("strict", {"pathPrefix": "/strict"}, **BY_USER)
 STRICT["spec"]["uncountable"] = "reject"
 
 
-def test_a_request_is_counted_once_however_many_policies_it_meets() -> None:
-    """On any replica: guarded if all count it, in part if some do; shadow policies do not matter, nor what is refused."""
+def test_request_is_covered_once_for_all_policies() -> None:
     policies = [
         policy("all", ANY, limit_keys=["header:host"], missing_descriptor="require_one", body="ignore"),
         policy("watching", ANY, mode="shadow", **BY_USER),
@@ -61,8 +59,7 @@ def test_a_request_is_counted_once_however_many_policies_it_meets() -> None:
     assert seen == [[4, 3, 1, 0, 0, 75.0], [1, 0, 0, 0, 1, None], [1, 0, 0, 1, 0, 0.0]]
 
 
-def test_what_is_recent_is_known_by_the_minute() -> None:
-    """Numbers of the last quarter of an hour stand beside those since the start, and what is older leaves them."""
+def test_recent_counts_are_those_of_fifteen_minutes() -> None:
     coverage = Coverage({}, 0.0)
     for minute in range(60):
         coverage.requests += 10
@@ -74,8 +71,7 @@ def test_what_is_recent_is_known_by_the_minute() -> None:
     assert row.recent == 10 * WINDOW_SECONDS // 60
 
 
-def test_the_numbers_of_a_hostile_configuration_are_bounded() -> None:
-    """However many routes there are, the counts stay small, and none is lost from the whole."""
+def test_counts_are_bounded_for_any_number_of_routes() -> None:
     coverage = Coverage({}, 0.0)
     for number in range(30_000):
         request = HttpRequest("POST", "/", "", {}, StatedFacts(route=blake2b(b"%d" % number).hexdigest()))
@@ -92,8 +88,7 @@ def test_the_numbers_of_a_hostile_configuration_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("unguarded", "recent", "levels"), [(5, 5, ["note"]), (20, 20, ["problem"]), (990, 0, [])])
-def test_one_in_a_hundred_is_a_problem(unguarded: int, recent: int, levels: list[str]) -> None:
-    """A reason that hardly ever occurs is a note: some client always sends nonsense. What is over is none."""
+def test_reason_for_one_percent_is_a_problem(unguarded: int, recent: int, levels: list[str]) -> None:
     rows = [
         CoverageRow("", "", "", "", "requests", 1_000, 1_000),
         CoverageRow("p", "enforce", "", "", "counted", 1_000 - recent, 1_000 - recent),
@@ -107,8 +102,7 @@ def test_one_in_a_hundred_is_a_problem(unguarded: int, recent: int, levels: list
     assert all((found["requests"], found["of"], found["place"]) == (unguarded, 1_000, None) for found in findings)
 
 
-def test_what_there_is_no_room_for_is_a_problem() -> None:
-    """Turns of callers with too many conversations, and entries that a full store in memory has dropped."""
+def test_dropped_turns_and_entries_are_problems() -> None:
     service = make_service(policy("p", ANY, **BY_USER))
     ask(service, "ann")
     service.metrics.chains_dropped.inc(3)

@@ -34,12 +34,10 @@ ANY = {"pathPrefix": "/"}
 
 
 def count(metrics: Metrics, result: str) -> float:
-    """Events so far with that result."""
     return metrics.registry.get_sample_value("loopguard_events_total", {"result": result}) or 0.0
 
 
 def start(metrics: Metrics, **settings: str) -> Events:
-    """Events as `serve` opens them."""
     made = open_events(Settings(**settings), "loopguard/test", metrics)  # type: ignore[arg-type]  # texts, as it happens
     assert made is not None
     return made
@@ -55,13 +53,11 @@ def authorities(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits are short."""
     monkeypatch.setattr(events_module, "GATHER_SECONDS", 0.01)
     monkeypatch.setattr(events_module, "FIRST_WAIT_SECONDS", 0.01)
 
 
-def test_a_file_has_a_cloud_event_on_each_line(tmp_path: Path) -> None:
-    """Each line is a CloudEvent of version 1.0, with type, source, subject, time and data; what is None is left out."""
+def test_file_has_one_cloud_event_per_line(tmp_path: Path) -> None:
     metrics, file = Metrics(), tmp_path / "events.jsonl"
     events = start(metrics, events=str(file))
     for kind in TYPES:
@@ -80,8 +76,7 @@ def test_a_file_has_a_cloud_event_on_each_line(tmp_path: Path) -> None:
     assert count(metrics, "sent") == len(TYPES)
 
 
-def test_a_webhook_gets_signed_batches(tmp_path: Path, authorities: str) -> None:
-    """What happens together comes together, and the secret proves who sent it."""
+def test_webhook_gets_signed_batches(tmp_path: Path, authorities: str) -> None:
     secret = tmp_path / "secret"
     secret.write_text("whsec_" + base64.b64encode(b"key").decode() + "\n")
     metrics = Metrics()
@@ -100,8 +95,7 @@ def test_a_webhook_gets_signed_batches(tmp_path: Path, authorities: str) -> None
     assert [event["type"] for event in told] == [TYPES["loop_began"]] * 3
 
 
-def test_a_receiver_that_fails_is_asked_again(authorities: str) -> None:
-    """The same events come again until they are taken, or refused for good; then the next ones are sent."""
+def test_events_are_sent_again_until_accepted_or_refused(authorities: str) -> None:
     metrics = Metrics()
     with receiving(503, 429, 200, 410, 200) as receiver:
         events = start(metrics, events=receiver.url, events_ca=authorities)
@@ -115,8 +109,7 @@ def test_a_receiver_that_fails_is_asked_again(authorities: str) -> None:
     assert (len(bodies), len({*bodies})) == (5, 3)
 
 
-def test_nothing_is_sent_to_a_receiver_without_a_trusted_certificate() -> None:
-    """The receiver's certificate is verified: without its authority it gets nothing, and what was to be sent is counted."""
+def test_receiver_without_trusted_certificate_gets_no_events() -> None:
     metrics = Metrics()
     with receiving(200) as receiver:
         events = start(metrics, events=receiver.url)
@@ -134,17 +127,14 @@ class Stuck:
         self.free, self.closed = threading.Event(), threading.Event()
 
     def send(self, events: Sequence[bytes]) -> None:  # noqa: ARG002  # it takes nothing
-        """Wait, and fail."""
         self.free.wait()
         raise UnreachableError("dead")
 
     def close(self) -> None:
-        """The last thing that happens."""
         self.closed.set()
 
 
-def test_a_dead_receiver_costs_a_bounded_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No caller waits, and neither does the end of the process; each event that is not sent is counted once."""
+def test_unreachable_receiver_costs_a_bounded_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "LAST_SECONDS", 0.01)
     metrics, sink = Metrics(), Stuck()
     events = Events(sink, "test", metrics)
@@ -168,12 +158,10 @@ class Told:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
 
     def __call__(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
-        """Keep an event."""
         self.events.append((kind, subject, dict(data)))
 
 
-def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
-    """Each once, in OpenTelemetry's names for agent and tool; callers by their values only where they are shown."""
+def test_loop_events_are_began_escalated_and_ended() -> None:
     told = Told()
     watcher = LoopEvents(told, lambda: False)
     service = make_service(policy("p", ANY, action="warn", escalate={"reject": 5}, limit_keys=["header:x-user-id"]))
@@ -191,8 +179,7 @@ def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
     assert "secret" not in str(told.events)
 
 
-def test_a_session_meets_a_limit_and_is_killed_once() -> None:
-    """However many of its requests are refused; after it has begun anew it is told again. Its caller stays a hash."""
+def test_session_limit_and_kill_are_one_event_each() -> None:
     told = Told()
     watcher = SessionEvents(told, lambda: False)
     table, cost = SessionTable(), LIMITS.index("max_cost_per_session")
@@ -232,8 +219,7 @@ MISSING = "/nowhere/no/such"
         ({"events": "https://h/", "events_ca": MISSING}, "--events-ca"),
     ],
 )
-def test_a_place_that_cannot_be_used_is_told(settings: dict[str, str], message: str) -> None:
-    """What goes over a network goes over TLS; files have to be there at the start."""
+def test_unusable_event_target_is_an_error(settings: dict[str, str], message: str) -> None:
     with pytest.raises(LoopguardError) as failure:
         start(Metrics(), **settings)
 
@@ -249,8 +235,7 @@ def test_a_place_that_cannot_be_used_is_told(settings: dict[str, str], message: 
         ({"thread_id": "t"}, "header:thread-id", None),
     ],
 )
-def test_an_agent_is_told_by_its_own_id(sent: dict[str, Any], keys: str, shown: str | None) -> None:
-    """As it names itself in its requests; an id that tells callers apart is shown as their hash alone."""
+def test_agent_id_is_shown_unless_it_identifies_the_caller(sent: dict[str, Any], keys: str, shown: str | None) -> None:
     told, service = Told(), make_service(policy("p", ANY, action="warn", limit_keys=[keys]))
 
     repeat(service, headers(end=True, x_user_id="ann", **sent), times=3)

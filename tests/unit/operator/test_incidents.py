@@ -52,7 +52,6 @@ class Fleet(Operated):
         return exchange(self.services[replica], sent, body(json.dumps(write(done)).encode()))[-1]
 
     def act(self, *sent: Any, **more: Any) -> str:  # noqa: ANN401  # as `send`
-        """The action for one such request."""
         return str(metadata_of(decoded(self.send(*sent, **more))).get("action", "allow"))
 
     def fail(self, callers: str = "ab", tasks: str = "123", *more: Any, **loop: Any) -> list[str]:  # noqa: ANN401  # as `send`
@@ -60,19 +59,17 @@ class Fleet(Operated):
         return [self.act(caller, task, *more, **loop) for task in tasks for caller in callers]
 
     def list_incidents(self) -> list[dict[str, Any]]:
-        """The incidents of `/loops`."""
         incidents: list[dict[str, Any]] = self.ask("/loops")["incidents"]
         return incidents
 
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    """Agents behind a policy that steers, and refuses from the fifth turn on."""
     return Fleet(monkeypatch)
 
 
 @pytest.mark.parametrize(("times", "early"), [(3, "steer"), (5, "reject")])
-def test_the_fifth_session_begins_an_incident_and_is_told_to_wait(fleet: Fleet, times: int, early: str) -> None:
+def test_fifth_failing_session_begins_an_incident(fleet: Fleet, times: int, early: str) -> None:
     """Whatever it asks the tool for, and whether its loop would be refused; no note says that refusals follow."""
     assert fleet.fail("ab", "123", times) == [early] * 4 + ["steer"] * 2
     note = json.dumps(steered(decoded(fleet.send("c", "9", times))))
@@ -85,8 +82,7 @@ def test_the_fifth_session_begins_an_incident_and_is_told_to_wait(fleet: Fleet, 
 
 @pytest.mark.parametrize("write", [as_chat, as_responses, as_anthropic])
 @pytest.mark.parametrize("error", [DOWN, "500 Internal Server Error: exception", "error: 503 Service Unavailable"])
-def test_what_servers_say_when_they_are_down_is_an_incident(fleet: Fleet, error: str, write: Any) -> None:  # noqa: ANN401
-    """In passing or not, through each API."""
+def test_server_errors_are_incidents_in_every_api(fleet: Fleet, error: str, write: Any) -> None:  # noqa: ANN401
     assert fleet.fail(error=error, write=write)[-1] == "steer"
 
 
@@ -102,24 +98,20 @@ def test_what_servers_say_when_they_are_down_is_an_incident(fleet: Fleet, error:
         "1 validation error for search: query: field required",
     ],
 )
-def test_what_no_server_can_mend_is_no_incident(fleet: Fleet, error: str) -> None:
-    """Results that are no errors, things that are not there, and calls that are wrong: agents of one kind are alike there."""
+def test_client_errors_are_no_incident(fleet: Fleet, error: str) -> None:
     assert set(fleet.fail(error=error)) == {"reject"}
 
 
 @pytest.mark.parametrize(("callers", "tasks"), [("a", "123456789"), ("ab", "12"), ("abcdabcdabcd", "1")])
-def test_few_callers_or_sessions_cannot_spare_themselves(fleet: Fleet, callers: str, tasks: str) -> None:
-    """Neither one caller with many sessions, nor four sessions, however often they ask."""
+def test_few_callers_or_sessions_make_no_incident(fleet: Fleet, callers: str, tasks: str) -> None:
     assert set(fleet.fail(callers, tasks)) == {"reject"}
 
 
-def test_a_session_that_grows_is_still_one(fleet: Fleet) -> None:
-    """It begins as it did."""
+def test_growing_session_counts_once(fleet: Fleet) -> None:
     assert [fleet.act(caller, "1", times) for times in range(5, 10) for caller in "abcd"] == ["reject"] * 20
 
 
-def test_other_tools_and_other_errors_are_not_spared(fleet: Fleet) -> None:
-    """An incident is of one tool that fails in one way."""
+def test_other_tools_and_errors_are_not_spared(fleet: Fleet) -> None:
     fleet.fail()
 
     assert fleet.act("a", "1", tool="read") == "reject"
@@ -127,8 +119,7 @@ def test_other_tools_and_other_errors_are_not_spared(fleet: Fleet) -> None:
     assert fleet.act("a", "1") == "steer"
 
 
-def test_an_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
-    """Each counts for some minutes; a new one is begun by five again, and is an event of its own."""
+def test_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
     told: list[tuple[str, str, Mapping[str, object]]] = []
     events = IncidentEvents(lambda *event: told.append(event))
 
@@ -150,8 +141,7 @@ def test_an_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
     assert len(told) == 2
 
 
-def test_no_incident_spares_its_loops_for_ever(fleet: Fleet) -> None:
-    """After half an hour they are refused, and for an hour no new incident of that kind spares any."""
+def test_incident_spares_loops_for_half_an_hour(fleet: Fleet) -> None:
     while fleet.clock.seconds < LONGEST_SECONDS - 110:
         assert fleet.fail()[-1] == "steer"
         fleet.clock.seconds += 100
@@ -173,10 +163,9 @@ def test_no_incident_spares_its_loops_for_ever(fleet: Fleet) -> None:
         ({"incidents": False}, "reject", 0),
     ],
 )
-def test_the_strictest_action_that_ends_no_run_is_taken(
+def test_incident_gets_the_strictest_action_below_refusal(
     monkeypatch: pytest.MonkeyPatch, loop: Mapping[str, Any], action: str, delay: int
 ) -> None:
-    """Of those that the policy names, else a warning; the policy can have its refusals all the same."""
     fleet = Fleet(monkeypatch, **{"threshold_identical_requests": 3, **loop})
     fleet.fail()
 
@@ -185,8 +174,7 @@ def test_the_strictest_action_that_ends_no_run_is_taken(
     assert (metadata_of(decoded(reply))["action"], reply.hold_ms) == (action, delay)
 
 
-def test_a_shadow_policy_has_incidents_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would have done is known, and the enforcing policy's verdict is its own."""
+def test_incident_of_a_shadow_policy_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     live = policy("live", ANY, **{**STEER, "incidents": False})
     fleet = Fleet(monkeypatch, live, policy("p", ANY, mode="shadow", **STEER))
 
@@ -198,8 +186,7 @@ def test_a_shadow_policy_has_incidents_that_change_nothing(monkeypatch: pytest.M
     assert [row["policies"] for row in fleet.list_incidents()] == [["p"]]
 
 
-def test_a_caller_pushes_out_its_own_failures_only(fleet: Fleet) -> None:
-    """It makes up as many as it likes; what others have begun stands."""
+def test_caller_pushes_out_only_its_own_failures(fleet: Fleet) -> None:
     fleet.fail("ab", "12")
     for number in range(200):
         fleet.send("eve", "1", error=f"error: made up {'x' * number}")
@@ -208,8 +195,7 @@ def test_a_caller_pushes_out_its_own_failures_only(fleet: Fleet) -> None:
     assert len(fleet.service.reporter.incidents.copy()) == 41
 
 
-def test_failures_that_were_pushed_out_take_no_memory() -> None:
-    """A caller makes up ten thousand."""
+def test_dropped_failures_take_no_memory() -> None:
     table = IncidentTable()
     tracemalloc.start()
     for number in range(10_000):
@@ -220,8 +206,7 @@ def test_failures_that_were_pushed_out_take_no_memory() -> None:
     assert used < 200_000
 
 
-def test_what_is_kept_of_an_incident_is_bounded(fleet: Fleet) -> None:
-    """Its size is that of a few sessions, and the number of all is an estimate."""
+def test_incident_row_is_bounded(fleet: Fleet) -> None:
     for number in range(300):
         fleet.send(f"caller {number % 100}", f"task {number}")
 
@@ -230,8 +215,7 @@ def test_what_is_kept_of_an_incident_is_bounded(fleet: Fleet) -> None:
     assert 210 < row["sessions"] < 420
 
 
-def test_rows_of_replicas_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers and sessions that both know are one, requests are added; what was long ago is left out."""
+def test_incident_rows_of_replicas_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(monkeypatch, replicas=2)
     fleet.clock.seconds = -4_000
     fleet.fail(tasks="789", tool="read")

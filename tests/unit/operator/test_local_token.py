@@ -18,13 +18,11 @@ PORT = 9900
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's runtime folder."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "loopguard"
 
 
 def test_each_start_writes_a_new_token() -> None:
-    """What a crash has left is replaced; another port has another file."""
     path = write_token(PORT)
     first = read_token(PORT)
 
@@ -35,10 +33,9 @@ def test_each_start_writes_a_new_token() -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "missing", "another user's"])
-def test_without_a_runtime_folder_the_temporary_one_is_used(
+def test_temporary_folder_is_used_without_a_runtime_folder(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the user in its name, as all users share it."""
     if folder == "another user's":
         path = tmp_path / folder if os.getuid() == 0 else Path("/")
         if os.getuid() == 0:
@@ -76,8 +73,7 @@ UNSAFE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_an_unsafe_file_is_not_read(name: str) -> None:
-    """Another user may have made it, or reads what is in it; into an unsafe folder no token is written, either."""
+def test_unsafe_token_file_is_not_read(name: str) -> None:
     UNSAFE[name](write_token(PORT))
 
     with pytest.raises(OSError, match=r"must be a (file|folder) of this user alone, with mode [67]00|Too many levels"):
@@ -116,10 +112,9 @@ HERE = "Run the commands on the server's machine, as its user."
         (lambda: Credentials(""), "a;b", " --admin 'a;b'", False, "This server takes no orders"),
     ],
 )
-def test_a_page_says_how_orders_are_given(
+def test_page_says_how_to_give_orders(
     make: Callable[[], Credentials], host: str, admin: str, token: bool, how: str, tmp_path: Path
 ) -> None:
-    """Its commands name the server, on its machine or as its reader does, and the credential if it is on that machine."""
     request = Request({"type": "http", "headers": [(b"host", host.encode())]})
 
     told = make().explain(request)

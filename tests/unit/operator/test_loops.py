@@ -43,7 +43,6 @@ FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 
 
 def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
-    """A loop as a replica tells it."""
     now = time.time()
     fields: dict[str, Any] = {
         "policy": "p", "detector": "default", "mode": "enforce", "tenant": "0" * 16, "repeats": "abcd", "session": "",
@@ -54,12 +53,10 @@ def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
 
 
 def make_conversation(loop: Loop) -> ConversationRow:
-    """A conversation with one loop."""
     return ConversationRow(loop.tenant, f"#{loop.repeats}", loops=[loop], first=loop.first, last=loop.last, requests=loop.total)
 
 
-def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
-    """Of each policy that acts on it: a shadow policy refuses nothing. Requests below the threshold leave no trace."""
+def test_loop_is_one_row_per_policy_with_actions() -> None:
     service = make_service(
         policy("p", ANY, **BY_USER, escalate={"reject": 5}, action="warn"), policy("canary", ANY, mode="shadow", **BY_USER)
     )
@@ -82,8 +79,7 @@ def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
     }  # fmt: skip
 
 
-def test_an_agents_loop_names_tool_model_and_route() -> None:
-    """All of it is cut, and bytes that are no text are spelled, so that a table can be published."""
+def test_loop_row_has_tool_model_and_route_cut() -> None:
     service = make_service(policy("p", ANY, similarity="tool_calls", **BY_USER), show_callers=True)
     agent = {"messages": [STUCK, FOUND] * 4}
     path, odd = "/v1/chat/completions", "/models/\udcff/v1/chat/completions"
@@ -101,8 +97,7 @@ def test_an_agents_loop_names_tool_model_and_route() -> None:
     assert len(loops[128].path) == 256
 
 
-def test_lines_in_the_log_come_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
-    """The first request of a loop is logged, then the second, the fourth and so on; a tenant's storm hides no other's loop."""
+def test_loop_is_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(policy("p", ANY, **BY_USER))
     with caplog.at_level(logging.WARNING):
         repeat(service, headers("/v1", x_user_id="ann", end=True, attributes=ON_ROUTE), times=22)
@@ -117,8 +112,7 @@ def test_lines_in_the_log_come_at_powers_of_two(caplog: pytest.LogCaptureFixture
     assert "ann" not in str(lines)
 
 
-def test_the_curve_is_the_last_hour() -> None:
-    """Each minute has its count, what is older than an hour is gone, and curves of replicas are added minute by minute."""
+def test_curve_has_the_last_hour_by_minute() -> None:
     curve = Line("p", "enforce", "reject", 100, [0] * MINUTES)
     for minute in (100, 100, 103):
         curve.add(minute)
@@ -133,8 +127,7 @@ def test_the_curve_is_the_last_hour() -> None:
     assert merge_lines([old, new], 101)[0].counts[-3:] == [1, 6, 8]
 
 
-def test_tables_are_packed_for_a_board_and_unpacked() -> None:
-    """What one replica publishes is what another reads; callers' values are in it only where they may be shown."""
+def test_published_table_has_callers_only_if_shown() -> None:
     service = make_service(policy("p", ANY, **BY_USER))
     repeat(service, headers("/a", x_user_id="secret", end=True), times=3)
     hidden, shown = (service.reporter.loops.make_document(shows_callers=shows) for shows in (False, True))
@@ -146,16 +139,14 @@ def test_tables_are_packed_for_a_board_and_unpacked() -> None:
     assert "secret" in str(shown)
 
 
-def test_reports_that_do_not_fit_into_memory_are_left_out() -> None:
-    """Also one that is small until it is unpacked."""
+def test_documents_above_the_memory_bound_are_left_out() -> None:
     packed = {"a": LoopDocument([make_conversation(make_row())], []).pack(), "b": zlib.compress(bytes(10**7), 9)}
 
     assert list(unpack_all(packed, LoopDocument, 10_000)) == ["a"]
     assert not unpack_all(packed, LoopDocument, 10)
 
 
-def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
-    """Where a board has no room for all, the smallest loops stay behind, and that is said."""
+def test_document_above_the_board_limit_keeps_largest_rows() -> None:
     noise = random.Random(0)
     loops = [make_row(path=noise.randbytes(128).hex(), repeats=f"{size}", size=size) for size in range(999, -1, -1)]
     rows = [make_conversation(loop) for loop in loops]
@@ -169,8 +160,7 @@ def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
     assert found.left_out == 1_000 - len(found.rows)
 
 
-def test_replicas_tables_are_merged() -> None:
-    """One loop that several replicas saw is one, with the sum of its requests and the count of the replica that saw it last."""
+def test_loop_rows_of_replicas_are_merged() -> None:
     now = time.time()
     here = make_row(first=now - 50, last=now - 10, count=5, requests={"reject": 2}, size=20, stopped=2, stopped_size=20)
     there = make_row(first=now - 90, last=now, count=9, requests={"reject": 3, "warn": 1}, size=40, stopped=3, stopped_size=30)
@@ -184,8 +174,7 @@ def test_replicas_tables_are_merged() -> None:
     assert here.requests == {"reject": 2}
 
 
-def test_money_comes_with_a_rate() -> None:
-    """A rate that is given counts for every model, the package's for those that it knows; without any there is no money."""
+def test_cost_needs_a_known_or_given_price() -> None:
     rows = [make_row(model="gpt-4o", size=4_000_000, stopped_size=2_000_000), make_row(repeats="x", model="unknown")]
 
     given, known = (describe_loops(rows, Prices(price), [], shows_callers=False, now=time.time()) for price in (2.0, None))
@@ -208,18 +197,15 @@ def test_money_comes_with_a_rate() -> None:
         ("/v1", None, ""),
     ],
 )
-def test_the_model_is_read_from_the_body_or_the_path(path: str, content: bytes | None, expected: str) -> None:
-    """Where neither says it, or what is there is no JSON, there is none."""
+def test_model_is_read_from_body_or_path(path: str, content: bytes | None, expected: str) -> None:
     assert read_model(path, content) == expected
 
 
 def admin_of(service: Service, price: float | None = None) -> AbstractContextManager[AdminClient]:
-    """A client of the service's admin port."""
     return Operated(services=[service], price=price).connect()
 
 
 def looping(user: str = "ann", **settings: Any) -> Service:  # noqa: ANN401  # of the process
-    """A service that one user has driven into a refusal."""
     service = make_service(policy("p", ANY, **BY_USER), **settings)
     repeat(service, headers("/v1", x_user_id=user), body(b"12345678"), times=3)
     return service
@@ -234,8 +220,7 @@ def looping(user: str = "ann", **settings: Any) -> Service:  # noqa: ANN401  # o
         ({"price": "-1"}, "price must be US dollars per million input tokens, such as 2.50"),
     ],
 )
-def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], message: str) -> None:
-    """The answer is 400 and says what would be right."""
+def test_invalid_query_is_refused_with_the_reason(query: Mapping[str, str], message: str) -> None:
     with admin_of(looping()) as client, pytest.raises(LoopguardError) as failure:
         client.ask("/loops", params=query)
 
@@ -243,13 +228,11 @@ def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], messag
 
 
 def run_top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `loopguard top` prints."""
     assert main(["top", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of conversations and of tools that fail; what clients choose is text, neither markup nor a terminal's command."""
+def test_top_prints_a_table_with_escaped_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     service = looping("[red]\x1b[2J", show_callers=True)
     failing = service.reporter.incidents.find("p", ToolFailure("[red]\x1b[2J", "0" * 16), "a" * 16)
@@ -269,7 +252,6 @@ def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_top_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Once each, with the selection and the price that are asked for; a table that is empty says why."""
     with admin_of(looping("ann")) as one, admin_of(looping("bob")) as other:
         urls = [part for url in (one.url, other.url, one.url) for part in ("--admin", url)]
         report = json.loads(run_top(capsys, "--json", *urls))
@@ -286,7 +268,6 @@ def test_top_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_top_is_live_on_a_terminal() -> None:
-    """Changes are shown on the alternate screen, which Ctrl-C leaves."""
     service = looping("ann", show_callers=True)
     ours, theirs = os.openpty()
     with admin_of(service) as client, os.fdopen(ours, "rb", buffering=0) as screen:
@@ -320,7 +301,6 @@ ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 
 
 def read_until(screen: BinaryIO, part: bytes) -> bytes:
-    """All that is written to a terminal, up to that part."""
     seen, deadline = b"", time.monotonic() + PATIENCE
     while part not in seen:
         ready, _, _ = select([screen], [], [], PATIENCE)

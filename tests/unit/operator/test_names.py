@@ -45,7 +45,6 @@ def budget(name: str, limit_keys: list[Any], by: str = "header:x-user-id") -> di
 
 
 def list_rows(made: Operated) -> list[dict[str, Any]]:
-    """The rows of all pages, as a stranger sees them."""
     loops = [loop for row in made.ask("/loops")["conversations"] for loop in row["loops"]]
     return [*loops, *made.ask("/sessions")["sessions"], *made.ask("/budgets")["budgets"]]
 
@@ -64,8 +63,7 @@ def write_id(value: object) -> str:
     ],
     ids=write_id,
 )
-def test_a_key_has_one_name_everywhere(keys: list[Any], sent: dict[str, Any], name: str) -> None:
-    """Whichever limit key finds it, in loops, sessions and budgets, as the hash of the key itself."""
+def test_limit_key_has_one_name_on_all_pages(keys: list[Any], sent: dict[str, Any], name: str) -> None:
     session = limited(max_steps=9, session={"keys": ["header:x-session-id"]})
     session["spec"] |= {"limit_keys": keys}
     one = Operated(policy("loops", ANY, limit_keys=keys), session, budget("money", keys, by=keys[-1]))
@@ -77,7 +75,6 @@ def test_a_key_has_one_name_everywhere(keys: list[Any], sent: dict[str, Any], na
 
 
 def test_equal_values_of_two_sources_are_two_callers() -> None:
-    """A client that writes another's claim into a header does not get the other's name."""
     keys = [{"first_of": ["query:team", "header:team"], "name": "caller"}]
     one = Operated(policy("a", ANY, limit_keys=keys, threshold_identical_requests=2))
     send(one.service, 2, team="red")
@@ -88,8 +85,7 @@ def test_equal_values_of_two_sources_are_two_callers() -> None:
 
 
 @pytest.mark.parametrize("shown", ["loops", "money"])
-def test_an_order_about_one_row_frees_every_policy(shown: str) -> None:
-    """The hash of any row is the caller's, and the answer names the policies that it meets."""
+def test_order_by_any_rows_hash_frees_every_policy(shown: str) -> None:
     live = [policy("loops", ANY, limit_keys=[ALTERNATIVES]), budget("money", ["credential"])]
     one = Operated(*live, policy("other", ANY, limit_keys=["header:x-team"], mode="shadow"))
     assert send(one.service, 3, **KEYED)[-1] == 429
@@ -104,8 +100,7 @@ def test_an_order_about_one_row_frees_every_policy(shown: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["block", "allow", "release"])
-def test_an_order_names_the_caller_of_a_rule(kind: str) -> None:
-    """A row of /budgets has a hash that orders understand, also where the policy tells callers apart by another key."""
+def test_order_takes_the_hash_of_a_rules_caller(kind: str) -> None:
     one = Operated(budget("money", ["header:x-team"]), budget("more", ["credential"], by="credential"))
     named = {**NAMED, "x_team": "red"}
     assert send(one.service, 3, **named) == [200, 200, 429]
@@ -119,8 +114,7 @@ def test_an_order_names_the_caller_of_a_rule(kind: str) -> None:
     assert send(one.service, 1, x_user_id="ann", x_team="blue") == [200]
 
 
-def test_a_release_of_one_rule_leaves_the_budgets_of_others() -> None:
-    """What another caller's rule has counted for the same request stays."""
+def test_release_of_one_rule_leaves_other_budgets() -> None:
     made = budget("money", ["header:x-team"])
     made["spec"]["rules"].append({**made["spec"]["rules"][0], "name": "each", "limit_keys": ["header:x-user-id"]})
     one = Operated(made)
@@ -132,8 +126,7 @@ def test_a_release_of_one_rule_leaves_the_budgets_of_others() -> None:
     assert send(one.service, 3, x_user_id="bob", x_team="red") == [200, 200, 429]
 
 
-def test_values_of_several_descriptors_are_names_as_well() -> None:
-    """Two users of one key are two callers, which an order about the key meets together."""
+def test_order_by_key_meets_all_its_users() -> None:
     keys = ["credential", "header:x-user-id"]
     one = Operated(policy("loops", ANY, limit_keys=keys), policy("all", {"pathExact": "/o"}, limit_keys=["credential"]))
     for user in ("ann", "bob"):
@@ -165,8 +158,7 @@ def test_values_of_several_descriptors_are_names_as_well() -> None:
     ],
     ids=write_id,
 )
-def test_a_caller_is_ordered_about_by_any_of_its_names(keys: list[Any], caller: Any, sent: dict[str, Any]) -> None:  # noqa: ANN401  # as JSON
-    """By alias, hash, value or secret, as a page or `explain` prints it; nothing keeps the secret."""
+def test_order_takes_alias_hash_value_or_secret(keys: list[Any], caller: Any, sent: dict[str, Any]) -> None:  # noqa: ANN401  # as JSON
     loop: dict[str, Any] = {"threshold_identical_requests": 2, "action": "warn"}
     one = Operated(policy("loops", ANY, limit_keys=keys, **loop, **ALIASES))
     send(one.service, 2, **sent)
@@ -184,12 +176,10 @@ def test_a_caller_is_ordered_about_by_any_of_its_names(keys: list[Any], caller: 
 
 
 def list_loops(made: Operated, caller: str = "") -> list[dict[str, Any]]:
-    """The loops behind the rows of `/loops`, as a stranger sees them."""
     return [loop for row in made.ask("/loops", caller=caller)["conversations"] for loop in row["loops"]]
 
 
-def test_alias_and_labels_stand_beside_the_hash(caplog: pytest.LogCaptureFixture) -> None:
-    """In rows, logs, events and commands; callers are chosen by them; the secret is in none, as a label neither."""
+def test_alias_and_labels_are_shown_with_the_hash(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     made = Operated(policy("p", ANY, **BY_CREDENTIAL, **LABELS), policy("other", {"pathExact": "/o"}, **ALIASES))
     service = made.service
@@ -207,8 +197,7 @@ def test_alias_and_labels_stand_beside_the_hash(caplog: pytest.LogCaptureFixture
     assert SECRET not in f"{row}{line}{event}"
 
 
-def test_labels_count_for_nothing_and_are_cut() -> None:
-    """Requests of one caller count together whatever their labels say; bytes that are no UTF-8 are spelled."""
+def test_labels_are_cut_and_separate_no_callers() -> None:
     made = Operated(policy("p", ANY, **BY_CREDENTIAL, **LABELS))
 
     statuses = [send(made.service, **KEYED, x_team=team)[0] for team in ("a", "b", "\udcff" + "x" * 500)]
@@ -217,8 +206,7 @@ def test_labels_count_for_nothing_and_are_cut() -> None:
     assert list_loops(made)[0]["labels"]["x-team"] == "\\udcff" + "x" * 127
 
 
-def test_sessions_show_them_as_well() -> None:
-    """In the report, in events, and on what other replicas are told."""
+def test_sessions_show_alias_and_labels() -> None:
     document = limited(max_steps=1, session={"keys": ["header:x-session-id"]})
     document["spec"] |= {"limit_keys": ["credential"], **LABELS, **ALIASES}
     made = Operated(document)
@@ -231,8 +219,7 @@ def test_sessions_show_them_as_well() -> None:
     assert [(shown["alias"], shown["labels"]["x-team"]) for shown in (row, *events)] == [("team-a", "blue")] * 2
 
 
-def test_a_client_cannot_take_an_alias() -> None:
-    """The hash of another's credential in a header is no credential, for people and for orders."""
+def test_client_cannot_claim_an_alias() -> None:
     made = Operated(policy("p", ANY, limit_keys=[ALTERNATIVES], **ALIASES))
     send(made.service, 3, x_user_id=HIDDEN)
     send(made.service, 3, x_user_id=f"credential:{HIDDEN}")
@@ -242,8 +229,7 @@ def test_a_client_cannot_take_an_alias() -> None:
     assert known == [("", []), ("", []), ("team-a", [HIDDEN])]
 
 
-def test_an_alias_that_no_policy_has_is_an_error() -> None:
-    """It says which there are."""
+def test_unknown_alias_is_an_error_with_known_ones() -> None:
     one = Operated(policy("p", ANY, **BY_CREDENTIAL, **ALIASES))
 
     status, answer = one.post({"kind": "block", "caller": "team-b"})
@@ -259,8 +245,7 @@ def test_an_alias_that_no_policy_has_is_an_error() -> None:
     ],
 )
 @pytest.mark.parametrize("more", [[], ["body:/model"]])
-def test_an_order_names_a_secret_by_its_hash(target: Target, expected: int, more: list[str]) -> None:
-    """Nothing keeps the secret itself, not even a plain hash of it."""
+def test_order_by_secret_keeps_only_a_keyed_hash(target: Target, expected: int, more: list[str]) -> None:
     one = Operated(
         policy("p", ANY, limit_keys=["header:authorization", "header:x-team", *more], threshold_identical_requests=9)
     )
@@ -271,8 +256,7 @@ def test_an_order_names_a_secret_by_its_hash(target: Target, expected: int, more
     assert send(one.service, 1, authorization="Bearer other", x_team="blue") == [200]
 
 
-def test_bad_aliases_and_labels_say_what_would_be_right() -> None:
-    """Each at its place."""
+def test_invalid_aliases_and_labels_are_reported_in_place() -> None:
     errors = refused(spec(aliases={"abc": "a", HIDDEN: "a b", "0" * 16: HIDDEN}, labels=["body:/team", "team"]))
 
     assert sorted(pointer for pointer, _ in plain(errors)) == [

@@ -20,7 +20,6 @@ SHADOW = policy("shadow", ANY, mode="shadow", **LOOP)
 
 
 def loop(made: Operated, users: str = "a", tasks: str = "1", times: int = 4) -> None:
-    """Agents of these callers whose tool fails, each in a conversation about each task."""
     for user in users:
         for task in tasks:
             did = [Did((("crm", {"q": task}),), ("error: it is down",), "", f"{task}: {n}", n) for n in range(1, times + 1)]
@@ -55,7 +54,7 @@ def read_now(made: Operated, capsys: pytest.CaptureFixture[str]) -> list[str]:
         ([STEERS], 0, ["release"], "released 1h01m"),
     ],
 )
-def test_page_and_top_agree_about_now(
+def test_page_and_top_show_the_same_state(
     policies: list[dict[str, Any]],
     ago: float,
     kinds: list[str],
@@ -82,10 +81,9 @@ def test_page_and_top_agree_about_now(
     ("policies", "blocked", "expected"),
     [([STEERS], False, "wait"), ([SHADOW], False, "shadow: wait"), ([STEERS], True, "blocked 30m")],
 )
-def test_page_and_top_agree_about_failing_tools(
+def test_page_and_top_show_the_same_failing_tools(
     policies: list[dict[str, Any]], blocked: bool, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their agents are told to wait."""
     made = Operated(*policies)
     loop(made, "abc", "12")
     if blocked:

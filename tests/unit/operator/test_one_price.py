@@ -35,7 +35,6 @@ WITH_BUDGET = {"id": "p", "spec": {**LOOPS["spec"], "rules": [BUDGET]}}
 
 
 def loop(number: int, *, log_on: Service | None, told: Mapping[str, int] | None, service: Service) -> None:
-    """One request of a loop, and its entry of the access log, if there is one."""
     turns = [Did((("search", {"q": "x"}),), ("nothing found " * 40,), "", "again", n) for n in range(3 + number)]
     content = json.dumps(as_chat(turns)).encode()
     answer = decoded(exchange(service, headers(CHAT, x_user_id="ann", x_session_id="s"), body(content))[-1])
@@ -62,10 +61,9 @@ def read_costs(made: Operated, replica: int = 0) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("spec", [WITH_BOTH, WITH_BUDGET], ids=["sessions and budgets", "budgets"])
 @pytest.mark.parametrize("told", [TOLD, None], ids=["usage", "no usage"])
 @pytest.mark.parametrize("ends_on", [0, 1, None], ids=["here", "another replica", "no access log"])
-def test_ten_requests_have_one_price(
+def test_requests_have_one_price_in_all_views(
     spec: dict[str, Any], told: dict[str, int] | None, ends_on: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever view, and whichever replica knows how they ended; an estimate is marked as one."""
     made = Operated(spec, replicas=2)
     for number in range(REQUESTS):
         loop(number, log_on=None if ends_on is None else made.services[ends_on], told=told, service=made.service)
@@ -84,8 +82,7 @@ def test_ten_requests_have_one_price(
     assert f"spent {spent} on {REQUESTS} requests" in capsys.readouterr().out
 
 
-def test_an_operators_price_is_for_loops_alone() -> None:
-    """With `--price`, the page of loops says what its tokens cost at that rate."""
+def test_price_flag_applies_to_loops_alone() -> None:
     made = Operated(WITH_BOTH, price=1_000.0)
     for number in range(REQUESTS):
         loop(number, log_on=made.service, told=TOLD, service=made.service)

@@ -48,7 +48,6 @@ BY_NAME = {"x-user-id": "ann"}
 
 
 def ask(service: Service, user: str = "ann", data: bytes = b"{}", path: str = CHAT) -> ProcessingResponse:
-    """The last answer to a request with a body."""
     return decoded(exchange(service, headers(path, x_user_id=user), body(data))[-1])
 
 
@@ -58,7 +57,6 @@ def count(service: Service, kind: str, mode: str = "enforce") -> float:
 
 
 def operate(replicas: int = 1, *policies: dict[str, Any]) -> Operated:
-    """Replicas that tell callers apart by user."""
     return Operated(*(policies or (GUARDED,)), replicas=replicas)
 
 
@@ -89,8 +87,7 @@ CALLER, SESSION = hash_tenant("x-team=t|x-user-id=ann"), hash_descriptor("header
         ({"caller": BY_NAME, "policy": "other"}, False),
     ],
 )
-def test_all_that_is_named_must_hold(target: dict[str, Any], holds: bool) -> None:
-    """An override holds for a request that has everything it names, whatever else the request has."""
+def test_override_needs_everything_it_names(target: dict[str, Any], holds: bool) -> None:
     keys: dict[str, Any] = {"limit_keys": ["header:x-user-id", "header:x-team"], "session": {"keys": ["header:x-session-id"]}}
     one = operate(1, policy("p", ANY, similarity="mcp", **keys))
     one.give(kind="block", **target)
@@ -100,13 +97,11 @@ def test_all_that_is_named_must_hold(target: dict[str, Any], holds: bool) -> Non
     assert count(one.service, "block") == holds
 
 
-def test_an_override_ends_by_itself() -> None:
-    """It does not hold after its end, without having been removed."""
+def test_override_ends_at_its_time() -> None:
     assert send(apply_orders(make_service(GUARDED), order(BLOCK, lasts=-1))) == [200]
 
 
-def test_the_number_of_overrides_does_not_matter() -> None:
-    """Of ten thousand the one about the caller holds."""
+def test_one_of_ten_thousand_overrides_is_found() -> None:
     users = [Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"u{number}")),)) for number in range(10_000)]
     service = apply_orders(make_service(GUARDED), *[order(BLOCK, target) for target in users])
 
@@ -116,8 +111,7 @@ def test_the_number_of_overrides_does_not_matter() -> None:
 # Allow
 
 
-def test_an_allowed_caller_is_never_acted_on() -> None:
-    """A loop of an allowed caller is let through, reported as allowed, and counted; that of another is refused."""
+def test_allowed_callers_loop_passes_and_is_counted() -> None:
     service = apply_orders(make_service(GUARDED), order(ALLOW))
 
     assert send(service, 5) == [200] * 5
@@ -129,8 +123,7 @@ def test_an_allowed_caller_is_never_acted_on() -> None:
 
 
 @pytest.mark.parametrize("action", ["reject", "throttle", "warn", "steer"])
-def test_no_action_is_taken_about_an_allowed_caller(action: str) -> None:
-    """Neither refused, nor held, nor warned of, nor given a note."""
+def test_allowed_caller_gets_no_action_of_any_kind(action: str) -> None:
     service = apply_orders(make_service(policy("p", ANY, action=action, **USER)), order(ALLOW))
 
     replies = [exchange(service, headers(x_user_id="ann"), body(b"{}"))[-1] for _ in range(4)]
@@ -139,8 +132,7 @@ def test_no_action_is_taken_about_an_allowed_caller(action: str) -> None:
     assert not decoded(replies[-1]).HasField("dynamic_metadata")
 
 
-def test_a_shadow_policy_allows_and_releases_as_well() -> None:
-    """What it would have done about an allowed caller is nothing, and its counts begin anew."""
+def test_shadow_policy_applies_allow_and_release() -> None:
     service = make_service(policy("p", ANY, mode="shadow", **USER))
     send(apply_orders(service, order(ALLOW)), 3)
     assert (service.metrics.decisions, count(service, "allow", "shadow")) == ({("p", "shadow", "allow"): 3}, 1)
@@ -150,8 +142,7 @@ def test_a_shadow_policy_allows_and_releases_as_well() -> None:
     assert service.metrics.decisions == {("p", "shadow", "allow"): 5, ("p", "shadow", "reject"): 1}
 
 
-def test_an_allowed_caller_may_be_uncountable() -> None:
-    """A policy that lets nothing pass uncounted lets the allowed pass."""
+def test_allowed_caller_passes_uncounted() -> None:
     strict = policy("p", ANY, similarity="canonical", **USER)
     strict["spec"]["uncountable"] = "reject"
     service = make_service(strict)
@@ -164,8 +155,7 @@ def test_an_allowed_caller_may_be_uncountable() -> None:
 # Block
 
 
-def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFixture) -> None:
-    """The first request is refused with a reason of its own before its body is waited for; nothing is counted."""
+def test_blocked_caller_is_refused_on_headers(caplog: pytest.LogCaptureFixture) -> None:
     service = apply_orders(make_service(GUARDED), order(BLOCK, lasts=90, reason="runaway", who="eve"))
 
     (reply,) = exchange(service, headers(x_user_id="ann"))
@@ -185,8 +175,7 @@ def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize(("chosen", "expected", "waits"), [("auto", 400, False), (429, 429, True), (403, 429, True)])
-def test_a_block_is_final_where_the_policy_leaves_the_status_open(chosen: int | str, expected: int, waits: bool) -> None:
-    """`auto` is a 400, which no client sends again, and so without a time to wait."""
+def test_block_with_automatic_status_is_a_final_400(chosen: int | str, expected: int, waits: bool) -> None:
     service = apply_orders(make_service(policy("p", ANY, **USER, reject_status=chosen)), order(BLOCK))
 
     answer = ask(service)
@@ -194,23 +183,20 @@ def test_a_block_is_final_where_the_policy_leaves_the_status_open(chosen: int | 
     assert (status(answer), "Retry-After" in headers_of(answer)) == (expected, waits)
 
 
-def test_a_blocked_caller_does_not_hide_behind_a_body() -> None:
-    """A request that cannot be counted is refused all the same, because the headers name its caller."""
+def test_blocked_caller_with_uncountable_body_is_refused() -> None:
     service = apply_orders(make_service(policy("p", ANY, similarity="canonical", **USER)), order(BLOCK))
 
     assert status(decoded(exchange(service, headers(x_user_id="ann", upgrade="websocket"))[-1])) == 429
 
 
-def test_a_caller_in_the_body_is_blocked_once_it_is_known() -> None:
-    """Where limit keys stand in the body, the block waits for it."""
+def test_caller_named_in_the_body_is_blocked_there() -> None:
     service = make_service(policy("p", ANY, limit_keys=["header:x-user-id", "body:/org"]))
     apply_orders(service, order(BLOCK, Target(caller=hash_tenant("/org=o|x-user-id=ann"))))
 
     assert [send(service, 1, data) for data in (b'{"org": "o"}', b'{"org": "p"}')] == [[429], [200]]
 
 
-def test_a_shadow_policy_blocks_no_request() -> None:
-    """A block that holds in a shadow policy alone has no effect."""
+def test_shadow_policy_blocks_no_request() -> None:
     service = make_service(policy("p", ANY, mode="shadow", **USER), policy("q", {"pathExact": "/q"}, **USER))
     apply_orders(service, order(BLOCK))
 
@@ -218,8 +204,7 @@ def test_a_shadow_policy_blocks_no_request() -> None:
     assert send(apply_orders(service, order(BLOCK, about="p")), path="/q") == [200]
 
 
-def test_a_blocked_tool_is_a_call_that_failed() -> None:
-    """Of an MCP server one tool is blocked: the model reads that in the shape of a result, and the others work."""
+def test_blocked_mcp_tool_is_a_failed_call() -> None:
     service = apply_orders(make_service(policy("p", ANY, similarity="mcp", **USER)), order(BLOCK, Target(tool="search")))
 
     answer = json.loads(ask(service, data=CALL % b"search").immediate_response.body)
@@ -234,8 +219,7 @@ def test_a_blocked_tool_is_a_call_that_failed() -> None:
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 @pytest.mark.parametrize("cooldown", [0, 600])
-def test_a_released_caller_begins_anew(window_type: str, cooldown: int) -> None:
-    """Counts and cooldowns of every window are forgotten, once: the next loop is refused again; others are not released."""
+def test_release_clears_counts_and_cooldowns_once(window_type: str, cooldown: int) -> None:
     service = make_service(policy("p", ANY, window_type=window_type, cooldown_seconds=cooldown, **USER))
     assert send(service, 4) == send(service, 4, x_user_id="bob") == [200, 200, 429, 429]
 
@@ -248,8 +232,7 @@ def test_a_released_caller_begins_anew(window_type: str, cooldown: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "refused"), [(RELEASE, b"a"), (BLOCK, b"b")])
-def test_an_order_about_one_loop_leaves_the_others(kind: str, refused: bytes) -> None:
-    """Known by its fingerprint, once the body has come."""
+def test_order_by_fingerprint_leaves_other_loops(kind: str, refused: bytes) -> None:
     service = make_service(policy("p", ANY, action="reject" if kind == RELEASE else "warn", **USER))
     for data in (b"a", b"b"):
         send(service, 3, data)
@@ -259,8 +242,7 @@ def test_an_order_about_one_loop_leaves_the_others(kind: str, refused: bytes) ->
     assert {data: send(service, 1, data) for data in (b"a", b"b")} == {b"a": [200], b"b": [200]} | {refused: [429]}
 
 
-def test_the_newest_release_counts() -> None:
-    """Of several that hold for a request the newest begins its count, whatever the order in which they are known."""
+def test_newest_of_several_releases_applies() -> None:
     older = order(RELEASE, name="older")
     newer = order(RELEASE, Target(caller=hash_tenant("x-user-id=ann")), since=5, name="newer")
     service = apply_orders(make_service(GUARDED), newer)
@@ -270,8 +252,7 @@ def test_the_newest_release_counts() -> None:
     assert send(apply_orders(service, newer, older), 1) == [429]
 
 
-def test_a_released_session_s_ring_begins_anew() -> None:
-    """What earlier requests of a session have shown is forgotten, and with it the cooldown."""
+def test_release_clears_the_sessions_ring() -> None:
     service = make_service(agents(cooldown_seconds=600))
     assert send_all(service, [turn(n) for n in range(1, 5)], session_id="s") == [200, 200, 429, 429]
 
@@ -281,8 +262,7 @@ def test_a_released_session_s_ring_begins_anew() -> None:
     assert send_all(service, [turn(8)], session_id="t") == [429]  # the caller's other sessions still cool down
 
 
-def test_a_window_local_to_a_replica_is_released() -> None:
-    """While the store is away the replica's own counts begin anew, on every replica that knows of the release."""
+def test_release_clears_local_windows_without_a_store() -> None:
     service = make_service(GUARDED, store=FailingStore("loop:"))
     assert send(service, 3) == [200, 200, 429]
 
@@ -301,8 +281,7 @@ def send_steps(service: Service, numbers: Iterable[int], session: str = "s") -> 
     return [str(told(answer)["limit"]) if status(answer) != 200 else "" for answer in answers]
 
 
-def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
-    """On every replica, from the next request; the caller's other sessions pass, and a newer kill counts again."""
+def test_killed_session_is_refused_everywhere_until_released() -> None:
     both = operate(2, limited(max_steps=3))
     assert send_steps(both.services[0], range(2)) == ["", ""]
 
@@ -333,8 +312,7 @@ GUARDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 @pytest.mark.parametrize("kind", ["kill", "block"])
-def test_an_order_about_a_root_ends_its_tree_everywhere(kind: str, guard: dict[str, Any]) -> None:
-    """Known agents and new ones, on all replicas; other sessions go on, and a release undoes a kill."""
+def test_kill_of_a_root_ends_its_tree_everywhere(kind: str, guard: dict[str, Any]) -> None:
     both = operate(2, {"id": "p", "spec": {"selector": ANY, "limit_keys": ["header:x-team"], **guard}})
     key, tasks = "header:x-claude-code-session-id", count_up()
 
@@ -352,8 +330,7 @@ def test_an_order_about_a_root_ends_its_tree_everywhere(kind: str, guard: dict[s
     assert ask_everywhere("root") == ({200} if kind == "kill" else {429})
 
 
-def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:
-    """On every replica, by what all grants of its policy add; the sessions beside it meet their limit as ever."""
+def test_grants_add_to_session_limits_on_every_replica() -> None:
     both = operate(2, limited(max_steps=2))
     assert send_steps(both.services[0], range(3)) == ["", "", "max_steps"]
 
@@ -370,8 +347,7 @@ def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:
     assert send_steps(both.services[0], [13]) == ["max_steps"]
 
 
-def test_calls_of_one_tool_that_several_grants_add_are_summed() -> None:
-    """On every replica, for that tool alone."""
+def test_grants_of_one_tools_calls_add_up() -> None:
     both = operate(2, limited(max_calls_per_tool={"run": 1}))
     for replica, tool in ((0, "run"), (1, "run"), (0, "other")):
         both.give(replica, kind="grant", session=TARGET["session"], tools={tool: 1})
@@ -380,8 +356,7 @@ def test_calls_of_one_tool_that_several_grants_add_are_summed() -> None:
     assert send_steps(both.services[1], range(5)) == ["", "", "", "", "max_calls_per_tool"]
 
 
-def test_grants_are_bounded_together() -> None:
-    """However many are given, what they add stays in the range in which everything is counted exactly."""
+def test_sum_of_grants_is_bounded() -> None:
     assert sum_grants([order(GRANT, grant=MAX_GRANT)] * 10_000) == MAX_GRANT[:3]
     assert sum_agent_grants([order(BLOCK, grant=MAX_GRANT)]) == (0, 0, 0, 0)
 
@@ -390,12 +365,10 @@ def test_grants_are_bounded_together() -> None:
 
 
 def last(given: Mapping[str, Any]) -> int:
-    """How many seconds an order stands."""
     return round(read_time(given["ends"]) - read_time(given["since"]))
 
 
-def test_orders_apply_on_every_replica_once_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
-    """An order holds at once where it was given, and elsewhere when the store is asked next; so does its end."""
+def test_orders_apply_on_other_replicas_after_polling(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     both = operate(2, policy("p", ANY, threshold_identical_requests=9, **USER))
 
@@ -417,8 +390,7 @@ def test_orders_apply_on_every_replica_once_it_has_asked(caplog: pytest.LogCaptu
     assert "ann" not in caplog.text
 
 
-def test_without_the_store_the_last_known_orders_hold_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica without its store applies the orders it knows until they end, and tells the operator of new ones."""
+def test_known_orders_apply_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overrides, "POLL_SECONDS", 0.01)
     clock, store = Ahead(monkeypatch), Away()
     made = Operated(services=[make_service(GUARDED)], store=store)
@@ -435,8 +407,7 @@ def test_without_the_store_the_last_known_orders_hold_until_they_end(monkeypatch
     assert made.list_orders() == []
 
 
-def test_the_same_order_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To block a caller longer is to block it again; a caller is released as often as that is ordered."""
+def test_repeated_order_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     one, clock = operate(), Ahead(monkeypatch)
     first, _ = one.give(kind="block", caller=BY_NAME, seconds=60)
     clock.seconds = 10
@@ -448,8 +419,7 @@ def test_the_same_order_again_takes_the_place_of_the_first(monkeypatch: pytest.M
     assert standing == {second["override"]: "longer", other["override"]: ""}
 
 
-def test_every_replica_knows_all_of_an_order() -> None:
-    """A kill and a grant stand elsewhere as they were given, for a day unless the operator says how long."""
+def test_other_replicas_read_all_of_an_order() -> None:
     both = operate(2)
     kill, _ = both.give(kind="kill", session="a" * 16)
     grant, _ = both.give(kind="grant", session="a" * 16, steps=10, tool_calls=3, cost=0.1, tools={"pay": 1, "a=b": 2})
@@ -464,8 +434,7 @@ def test_every_replica_knows_all_of_an_order() -> None:
     assert kill.keys().isdisjoint({"steps", "tool_calls", "cost"})
 
 
-def test_a_grant_given_again_adds_unless_it_has_the_same_key() -> None:
-    """Two equal grants are two; one that is sent to several replicas, or sent again for want of an answer, is one."""
+def test_repeated_grant_adds_unless_its_key_is_equal() -> None:
     both = operate(2, limited(max_steps=1))
     for _ in range(2):
         both.give(kind="grant", session=TARGET["session"], steps=1)
@@ -479,8 +448,7 @@ def test_a_grant_given_again_adds_unless_it_has_the_same_key() -> None:
 
 
 @pytest.mark.parametrize("cost", [1e-12, 0.07, 4.35, 999_999.999999999, 10**6])
-def test_dollars_are_exact(cost: float) -> None:
-    """An amount in dollars is the nearest number of nano-dollars, and never none."""
+def test_dollars_become_the_nearest_nano_dollars(cost: float) -> None:
     given = parse_order({"kind": "grant", "session": "a" * 16, "cost": cost}, "", 0, [])
 
     assert given.grant.cost == max(1, int((Decimal(str(cost)) * 10**9).to_integral_value()))
@@ -496,16 +464,14 @@ def test_dollars_are_exact(cost: float) -> None:
         ({"session": "a" * 16, "policy": "q"}, 1),
     ],
 )
-def test_a_kill_is_not_back_when_its_release_has_ended(target: dict[str, Any], hours: int) -> None:
-    """A release outlasts the kills that it undoes, wherever they were given, and no others."""
+def test_release_outlasts_the_kills_it_cancels(target: dict[str, Any], hours: int) -> None:
     both = operate(2)
     both.give(kind="kill", session="a" * 16, caller=BY_NAME, policy="p")
 
     assert round(last(both.give(1, kind="release", **target)[0]) / 3_600) == hours
 
 
-def test_a_release_stands_until_nothing_is_left_of_what_was_counted() -> None:
-    """It stands longer than every window, cooldown and session that it is about, so that no count from before comes back."""
+def test_release_outlasts_everything_counted_before_it() -> None:
     long = policy("long", ANY, window_seconds=7_200, cooldown_seconds=9_000, **USER)
     one = operate(1, GUARDED, long, agents(session={"idle_seconds": 10_000}))
 
@@ -514,8 +480,7 @@ def test_a_release_stands_until_nothing_is_left_of_what_was_counted() -> None:
 
 
 @pytest.mark.parametrize("grant", [b"7", b'["x"]', b"[Infinity]", b"{}", b"[-5, 1e30]", b"[1, 2, 3]", b"[0,0,0,-1,9e9,1,1,1]"])
-def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
-    """Whatever stands in the store as a grant, it is passed over, or adds between nothing and the bounds."""
+def test_grant_of_another_version_stays_in_bounds(grant: bytes) -> None:
     one = operate()
     known = write_override(order(GRANT, Target(session="a" * 16))).replace(b"[0, 0, 0, 0, 0, 0, 0]", grant)
     assert grant in known
@@ -526,8 +491,7 @@ def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
     assert all(0 <= given <= most for given, most in zip(total, MAX_GRANT, strict=True))
 
 
-def test_what_was_ordered_before_there_were_grants_is_read() -> None:
-    """An override that a version without grants has written is applied."""
+def test_order_without_grant_fields_is_read() -> None:
     given = order(BLOCK)
     older = json.loads(write_override(given))
     del older["grant"]
@@ -536,8 +500,7 @@ def test_what_was_ordered_before_there_were_grants_is_read() -> None:
 
 
 @pytest.mark.parametrize("document", [b"", b"[]", b"7", b"{}", b'{"kind": "block"}', b"\xff", b'{"descriptors": []}'])
-def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the store holds, overrides that are understood apply, and the rest is logged."""
+def test_unreadable_orders_are_logged_and_skipped(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
     one = operate()
     one.put_order("odd", document)
     one.put_order("newer", write_override(order("pardon", Target(tool="t"))))
@@ -548,8 +511,7 @@ def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog
     assert "an override in the store is not understood" in caplog.text
 
 
-def test_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the bound an order is refused without the store being asked; one that stands may be given again."""
+def test_number_of_orders_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overrides, "MAX_ORDERS", 2)
     one = operate()
     for tool in ("a", "b", "a"):
@@ -559,8 +521,7 @@ def test_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(one.list_orders()) == 2
 
 
-def test_the_store_is_told_no_names() -> None:
-    """The values of callers are neither in the store nor in lists."""
+def test_store_and_lists_have_no_caller_values() -> None:
     one = operate()
     given, _ = one.give(kind="block", caller={"X-User-Id": "ann"}, session={"header:X-Session-Id": "secret"})
 
@@ -573,8 +534,7 @@ def test_the_store_is_told_no_names() -> None:
     assert given["session"] == hash_descriptor("header:x-session-id", "secret")
 
 
-def test_a_reload_keeps_what_is_ordered() -> None:
-    """Overrides are not part of the policies."""
+def test_reload_keeps_orders() -> None:
     one = operate()
     one.give(kind="block", caller=BY_NAME)
     one.service.engine = make_engine(policy("q", ANY, **USER))
@@ -709,8 +669,7 @@ CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, o
         ),
     ],
 )
-def test_a_bad_order_says_what_would_be_right(given: object, problems: list[str]) -> None:
-    """Everything that is wrong is told at once, and nothing is ordered."""
+def test_invalid_order_reports_every_error(given: object, problems: list[str]) -> None:
     with pytest.raises(BadOrderError) as error:
         parse_order(given, "", 0, [])
 
@@ -730,8 +689,7 @@ def test_a_bad_order_says_what_would_be_right(given: object, problems: list[str]
         ("key", str),
     ],
 )
-def test_half_of_a_surrogate_pair_is_no_text(key: str, make: Callable[[str], object], half: str) -> None:
-    """What JSON can spell and UTF-8 cannot hold is refused wherever it stands, and the answer can be written."""
+def test_half_of_a_surrogate_pair_is_refused(key: str, make: Callable[[str], object], half: str) -> None:
     with pytest.raises(BadOrderError) as error:
         parse_order({"kind": "grant", "session": "a" * 16, "steps": 1, key: make(half)}, "", 0, [])
 
@@ -743,7 +701,6 @@ def test_half_of_a_surrogate_pair_is_no_text(key: str, make: Callable[[str], obj
 
 
 def remark(made: Operated, **given: Any) -> list[str]:  # noqa: ANN401  # an order
-    """The notes about an order."""
     return made.give(**given)[1]
 
 
@@ -844,17 +801,15 @@ NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("policies", "given", "notes"), NOTES)
-def test_an_order_comes_with_notes_about_what_it_will_not_do(
+def test_order_has_notes_about_what_it_cannot_do(
     policies: list[dict[str, Any]], given: dict[str, Any], notes: list[str]
 ) -> None:
-    """Names that no policy knows, policies without what it is about or in shadow mode, and loops that cannot be forgotten."""
     said = [note for note in remark(operate(1, *policies), **given) if "as far as this server knows" not in note]
 
     assert [note[: len(expected)] for note, expected in zip(said, notes, strict=True)] == notes
 
 
-def test_policies_of_routes_have_limits_as_well() -> None:
-    """A kill that acts on what came with a route is not said to do nothing."""
+def test_kill_counts_limits_of_route_policies() -> None:
     one = operate()
     assert one.service.compile_handed_over(json.dumps(limited(max_steps=3))) is not None
 
@@ -873,8 +828,7 @@ UNKNOWN = "as far as this server knows, this does nothing: the {} was not report
         ({"session": "a" * 16, "fingerprint": "d" * 8}, [f"session {'a' * 16}", f"fingerprint {'d' * 8}"]),
     ],
 )
-def test_an_order_for_a_hash_that_no_server_has_reported_has_a_note(target: dict[str, Any], unknown: list[str]) -> None:
-    """A caller, a session or a loop by a hash of its own; by their values there is nothing to compare."""
+def test_order_for_an_unreported_hash_has_a_note(target: dict[str, Any], unknown: list[str]) -> None:
     one = operate(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
     one.givers[0].list_seen = lambda: Seen({"a" * 16: 1}, {"b" * 16}, {"c" * 8})
 

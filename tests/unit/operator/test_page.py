@@ -46,7 +46,6 @@ CONVERSATION = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).en
 
 
 def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  # noqa: ANN401  # fields of a session
-    """A session that has met a limit."""
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
     standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
     known: dict[str, Any] = {"caller": [("x-user-id", name)], "model": name, "tools": (name,), "agent": "1" * 16}
@@ -75,13 +74,11 @@ def make_night(name: str = "storm") -> Service:
 
 @contextmanager
 def serving(service: Service, orders: Sequence[ActiveOverride] = ()) -> Iterator[str]:
-    """The URL of the pages about this service, with these orders in force."""
     with Operated(services=[service], orders=orders).listen() as address:
         yield f"http://{address}/"
 
 
 def fetch(url: str, **headers: str) -> tuple[dict[str, str], str]:
-    """Headers and text of the page."""
     address, _, path = url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(address, timeout=PATIENCE)
     connection.request("GET", f"/{path}", headers=headers)
@@ -93,12 +90,10 @@ def fetch(url: str, **headers: str) -> tuple[dict[str, str], str]:
 
 
 def find_missing(text: str, *shown: str) -> list[str]:
-    """What a page does not show."""
     return [part for part in shown if part not in text]
 
 
-def test_the_page_shows_who_loops() -> None:
-    """Callers, tools, routes, what became of requests, money where the model's rate is known, curves and sessions."""
+def test_page_shows_callers_actions_money_and_curves() -> None:
     service = make_night()
     note_session(service, "runner")
     note_session(service, "walker", policy="other", mode="shadow")
@@ -122,8 +117,7 @@ def test_the_page_shows_who_loops() -> None:
     assert find_missing(made.read(policy="other", sort="count"), "walker", "runner") == ["runner"]
 
 
-def test_the_page_shows_budgets() -> None:
-    """The tightest first, with the command that gives more; a line if no caller has used any; nothing without budgets."""
+def test_page_shows_budgets_tightest_first() -> None:
     made = Operated(limited(bucket(0.001, 2, name="<b>rate", keys=["header:x-user-id"])), show_callers=True)
     unused = made.read()
     for _ in range(3):
@@ -140,16 +134,14 @@ def test_the_page_shows_budgets() -> None:
     assert find_missing(made.read(), "<h2>Budgets</h2>", *shown) == []
 
 
-def test_the_page_of_a_quiet_night() -> None:
-    """Without loops the page says that there are none."""
+def test_page_without_loops_says_so() -> None:
     text = Operated(policy("p", {"pathPrefix": "/"})).read()
 
     sections = [f"<h2>{name}</h2>" for name in ("Sessions", "Failing tools", "Budgets")]
     assert find_missing(text, "No active loops", "No loops in the last hour", *sections) == sections
 
 
-def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
-    """A browser gives no orders: it shows what to type, and what others have typed."""
+def test_rows_have_commands_to_copy_and_orders_in_force() -> None:
     service = make_night()
     note_session(service, "runner")
     (storm,) = [row for row in service.reporter.loops.copy() if not row.tools]
@@ -174,8 +166,7 @@ def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
     assert find_missing(section, "eve@laptop", "runaway, incident 7", "tool <code>deploy</code>", "bob", storm.tenant) == []
 
 
-def test_browsers_get_pages_and_programs_json() -> None:
-    """About canaries and coverage, at the same path, with the same numbers and what to do next."""
+def test_canary_and_coverage_are_pages_for_browsers() -> None:
     made = Operated(services=[make_night()])
     (canary,), coverage = made.ask("/canary")["canaries"], made.ask("/coverage")
 
@@ -186,8 +177,7 @@ def test_browsers_get_pages_and_programs_json() -> None:
     assert find_missing(made.read("/coverage"), coverage["line"], "the policy files have errors") == []
 
 
-def test_scripts_in_names_are_text() -> None:
-    """Whatever callers, paths, tools, models, routes and sessions are called, and whatever is asked for, it is text."""
+def test_scripts_in_names_are_escaped() -> None:
     service = make_night(SCRIPT)
     for loop in [loop for row in service.reporter.loops.copy() for loop in row.loops]:
         loop.path = loop.method = loop.route = loop.model = loop.session = loop.fingerprint = SCRIPT
@@ -214,8 +204,7 @@ def test_scripts_in_names_are_text() -> None:
         assert seen.handlers == []
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
-    """The page is all there is, and its policy forbids the browser everything but that."""
+def test_page_loads_nothing_from_elsewhere() -> None:
     with serving(make_night()) as url:
         (first, text), (second, _) = fetch(url), fetch(url)
 
@@ -226,8 +215,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     assert "unsafe" not in policies[0]
 
 
-def test_a_chart_stacks_its_actions() -> None:
-    """Each minute is as high as its requests, the most severe action at the bottom; the busiest policy comes first."""
+def test_chart_stacks_actions_by_severity() -> None:
     quiet: dict[str, Any] = {"policy": "a", "mode": "enforce", "action": "warn", "minutes": [0] * 59 + [1]}
     warned: dict[str, Any] = {"policy": "b", "mode": "enforce", "action": "warn", "minutes": [0] * 59 + [3]}
     refused: dict[str, Any] = {"policy": "b", "mode": "enforce", "action": "reject", "minutes": [0] * 58 + [2, 1]}
@@ -262,8 +250,7 @@ def browser(chromium: Browser) -> Browser:
 
 @pytest.mark.deep
 @BROWSER
-def test_a_browser_shows_it_and_runs_nothing_else(browser: Browser) -> None:
-    """In Chromium the table and the curves are there, and no script that a client has put into a name has run."""
+def test_chromium_shows_the_page_and_runs_no_injected_script(browser: Browser) -> None:
     with serving(make_night(SCRIPT)) as url:
         browser.open(url)
 
@@ -275,8 +262,7 @@ def test_a_browser_shows_it_and_runs_nothing_else(browser: Browser) -> None:
 
 @pytest.mark.deep
 @BROWSER
-def test_the_page_is_live(browser: Browser) -> None:
-    """What happens while the page is open is on it a moment later, without a reload, unless it is paused."""
+def test_page_refreshes_unless_paused(browser: Browser) -> None:
     service = make_night()
     with serving(service) as url:
         browser.open(url)
@@ -296,8 +282,7 @@ def find_copied(browser: Browser, word: str) -> str:
 
 @pytest.mark.deep
 @BROWSER
-def test_all_of_it_works_with_the_keyboard(browser: Browser) -> None:
-    """Every control is reached with Tab, and shows that it has the focus, also after a refresh; shortcuts are listed."""
+def test_every_control_works_with_the_keyboard(browser: Browser) -> None:
     service = make_night()
     note_session(service)
     with serving(service) as url:
@@ -339,7 +324,7 @@ def test_all_of_it_works_with_the_keyboard(browser: Browser) -> None:
 
 @pytest.mark.deep
 @BROWSER
-def test_a_command_is_copied_without_the_clipboards_api(browser: Browser) -> None:
+def test_command_is_copied_or_selected_without_clipboard_api(browser: Browser) -> None:
     """Browsers have it only on https and localhost; where nothing can be copied, the command is selected."""
     with serving(make_night()) as url:
         browser.open(url)
@@ -357,8 +342,7 @@ def test_a_command_is_copied_without_the_clipboards_api(browser: Browser) -> Non
 @pytest.mark.deep
 @BROWSER
 @pytest.mark.parametrize("width", [375, 768, 1001, 1280])
-def test_no_window_needs_sideways_scrolling(browser: Browser, width: int) -> None:
-    """On a phone and wherever the tables begin, nothing is wider than the window, however long names are."""
+def test_page_needs_no_sideways_scrolling(browser: Browser, width: int) -> None:
     service = make_night("x" * 200)
     note_session(service, "y" * 200)
     with serving(service) as url:
@@ -374,8 +358,7 @@ def test_no_window_needs_sideways_scrolling(browser: Browser, width: int) -> Non
 @pytest.mark.deep
 @BROWSER
 @pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 29)")])
-def test_text_can_be_read_in_both_color_schemes(browser: Browser, scheme: str, paper: str) -> None:
-    """Colors follow the system's scheme, and all text has enough contrast."""
+def test_text_has_contrast_in_both_color_schemes(browser: Browser, scheme: str, paper: str) -> None:
     service = make_night()
     note_session(service)
     with serving(service) as url:

@@ -9,13 +9,11 @@ PROBE, OTHER = "0" * 32, "1" * 32
 
 
 def send(probes: Probes, mark: str) -> None:
-    """A request that matches a policy."""
     request = get("/", x_loopguard_probe=mark)
     probes.note_match(request, ["p"])
 
 
-def test_only_what_an_operator_follows_is_noted() -> None:
-    """A client's mark is noted neither before an operator asks for its probe nor under another name."""
+def test_only_followed_probes_are_noted() -> None:
     probes = Probes()
     send(probes, f"{PROBE}.0")
     before = probes.follow(PROBE)
@@ -26,8 +24,7 @@ def test_only_what_an_operator_follows_is_noted() -> None:
     assert probes.follow(PROBE) == {f"{PROBE}.1": {"matched": ["p"], "counted": [], "left_out": {}}}
 
 
-def test_what_is_noted_is_bounded() -> None:
-    """However many marks a client sends and probes an operator starts, few are kept, the newest probes among them."""
+def test_noted_marks_and_probes_are_bounded() -> None:
     probes = Probes()
     probes.follow(PROBE)
     for number in range(6_000):

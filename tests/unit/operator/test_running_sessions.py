@@ -28,7 +28,6 @@ NOW = 1_000.0
 
 
 def note(table: SessionTable, now: float, agent: str = "", limit: str = "", **changes: Any) -> None:  # noqa: ANN401  # of a name
-    """One request of an agent of the session, which a limit may refuse."""
     known: dict[str, Any] = {"steps": 4, "blocks": int(bool(limit)), "killed": int(limit == "killed")}
     place = LIMITS.index(limit) if limit else 0
     standing = Standing(place, 9, 8, age_ms=round(now % 1_000) * 1_000, tree=TreeStanding(8, 1), **known)
@@ -53,8 +52,7 @@ RUNS: dict[str, tuple[list[tuple[float, str, str]], dict[int, str | None]]] = {
 
 
 @pytest.mark.parametrize(("requests", "ends"), RUNS.values(), ids=RUNS)
-def test_session_goes_on_while_any_agent_does(requests: list[tuple[float, str, str]], ends: dict[int, str | None]) -> None:
-    """For a minute after its last request; what was refused runs no longer, and what has no name is the session itself."""
+def test_session_is_running_while_any_agent_is(requests: list[tuple[float, str, str]], ends: dict[int, str | None]) -> None:
     table, shadow = SessionTable(), SessionTable()
     for seconds, agent, limit in requests:
         note(table, NOW + seconds, agent, limit)
@@ -66,7 +64,6 @@ def test_session_goes_on_while_any_agent_does(requests: list[tuple[float, str, s
 
 
 def test_refused_agents_never_push_out_active_ones() -> None:
-    """On neither of two replicas, and not when their rows are merged, however many agents are refused."""
     tables = SessionTable(), SessionTable()
     for place, table in enumerate(tables):
         note(table, NOW, f"active {place}")
@@ -80,8 +77,7 @@ def test_refused_agents_never_push_out_active_ones() -> None:
     assert explain_end(row, NOW + 50) is None
 
 
-def test_session_whose_agents_did_not_fit_is_not_called_ended() -> None:
-    """Which agents are active is unknown then."""
+def test_session_with_unpublished_agents_is_running() -> None:
     table = SessionTable()
     note(table, NOW, "one")
     note(table, NOW + 1, "two", "max_agents")
@@ -92,7 +88,6 @@ def test_session_whose_agents_did_not_fit_is_not_called_ended() -> None:
 
 
 def test_sessions_begun_by_an_agent_keep_it_running() -> None:
-    """An agent may be known by its first words alone: it is a session of its own, and may have begun others."""
     table, now = SessionTable(), time.time()
     for session in ("1", "2", "3"):
         note(table, now - 30, session=session * 16)
@@ -106,8 +101,7 @@ def test_sessions_begun_by_an_agent_keep_it_running() -> None:
     assert {session["session"][0]: session["ended"] for session in report["sessions"]} == {"1": None, "2": None, "3": None}
 
 
-def test_running_explosion_is_not_headed_refused() -> None:
-    """The page of the session says how many agents are active, and the command that it goes on."""
+def test_running_explosion_is_shown_as_active() -> None:
     table, now = SessionTable(), time.time()
     for agent in ("one", "two"):
         note(table, now, agent)
@@ -129,8 +123,7 @@ CLIENTS: dict[str, Callable[[str], dict[str, str]]] = {
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("limit", ["max_agents", "max_concurrent_agents", "max_spawns_per_minute"])
-def test_explosion_of_a_real_programs_agents_goes_on(client: str, limit: str) -> None:
-    """Agents that were let in work, whatever is refused around them; in shadow mode as well."""
+def test_admitted_agents_of_an_explosion_keep_running(client: str, limit: str) -> None:
     for mode in ("enforce", "shadow"):
         limits: dict[str, Any] = {limit: 2}
         service = make_service(limited(mode, **limits))

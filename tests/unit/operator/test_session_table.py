@@ -36,7 +36,6 @@ SEARCH = b"srch"
 
 
 def report(*rows: SessionRow, shown: bool = True, **selection: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a selection
-    """The JSON about these sessions."""
     view = View(SessionDocument(list(rows)), "a", ["a"], "")
     return report_sessions(view, Selection(**selection), shows_callers=shown, now=2_000.0)
 
@@ -44,8 +43,7 @@ def report(*rows: SessionRow, shown: bool = True, **selection: Any) -> dict[str,
 # What is known of a run
 
 
-def test_a_session_is_one_entry_with_what_it_has_used_up() -> None:
-    """Its counts are the ledger's newest; its calls are those that were let through, with what became of them."""
+def test_session_row_has_newest_counts_and_calls() -> None:
     table = SessionTable()
     note(table, Standing(steps=1, reserved=7, age_ms=0), 1, now=1_000)
     note(table, Standing(steps=2, tool_calls=1, age_ms=5_000, tools=((SEARCH, "search", 1),)), 2, now=1_005)
@@ -63,8 +61,7 @@ def test_a_session_is_one_entry_with_what_it_has_used_up() -> None:
     ]
 
 
-def test_a_refusal_is_no_call_and_says_which_limit() -> None:
-    """Requests that are refused leave the calls alone, however many they are; the newest says what was used and allowed."""
+def test_refusal_is_no_call_and_names_its_limit() -> None:
     table = SessionTable()
     note(table, Standing(steps=1), 1)
     for blocks in range(1, 100):
@@ -82,8 +79,7 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
     }  # fmt: skip
 
 
-def test_a_request_that_waits_for_others_meets_no_limit() -> None:
-    """It is among the events of the run, which goes on; limits of money are told in dollars, to the nano-dollar."""
+def test_waiting_request_meets_no_limit() -> None:
     table, cost = SessionTable(), LIMITS.index("max_cost_per_session")
     note(table, Standing(steps=1), 1)
     note(table, Standing(cost, 10, 10, steps=1, cost=9, reserved=1))
@@ -99,8 +95,7 @@ def test_a_request_that_waits_for_others_meets_no_limit() -> None:
     )
 
 
-def test_what_kills_a_session_is_told() -> None:
-    """Its breaker, or an operator, whose kill says nothing about what was used up; a release ends it."""
+def test_row_says_what_killed_the_session() -> None:
     table = SessionTable()
     told = []
     for standing in (
@@ -122,8 +117,7 @@ def test_what_kills_a_session_is_told() -> None:
     ]
 
 
-def test_an_answer_without_a_ledger_changes_no_counts() -> None:
-    """A settlement for a ledger that is gone leaves what was known, except what became of the call."""
+def test_settlement_without_ledger_changes_no_counts() -> None:
     table = SessionTable()
     note(table, Standing(1, steps=4, blocks=2, killed=1), 1)
     note(table, Standing(1), 2)
@@ -134,8 +128,7 @@ def test_an_answer_without_a_ledger_changes_no_counts() -> None:
     assert (session["killed"], session["total_step_count"], session["total_block_count"]) == ("operator", 4, 2)
 
 
-def test_a_session_that_begins_anew_shows_no_calls_of_before() -> None:
-    """After a release, or a long silence, the report is that of the new run."""
+def test_restarted_session_shows_only_new_calls() -> None:
     table = SessionTable()
     note(table, Standing(LIMITS.index("max_steps"), 9, 9, steps=9, blocks=1, age_ms=60_000), 1, now=1_000)
     note(table, Standing(steps=9, age_ms=61_000), 2, now=1_001)
@@ -150,8 +143,7 @@ def test_a_session_that_begins_anew_shows_no_calls_of_before() -> None:
 # Bounds
 
 
-def test_what_is_kept_of_sessions_is_bounded() -> None:
-    """However many callers, calls and refusals there are; steps that are left out are counted."""
+def test_sessions_calls_and_events_are_bounded() -> None:
     table = SessionTable()
     for number in range(MAX_ROWS + 10):
         note(table, Standing(steps=1), tenant=f"{number:016x}")
@@ -168,8 +160,7 @@ def test_what_is_kept_of_sessions_is_bounded() -> None:
     assert (shown["earlier_steps"], len(shown["steps"]), len(shown["events"])) == (200 - MAX_CALLS, MAX_CALLS, 32)
 
 
-def test_what_is_kept_of_a_client_is_short() -> None:
-    """Names, values, models and tools are cut, and bytes that are no text are spelled."""
+def test_client_chosen_text_in_rows_is_cut() -> None:
     table = SessionTable()
     long = "\udcff" + "x" * 10_000
     note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tools=(long,))
@@ -184,8 +175,7 @@ def test_what_is_kept_of_a_client_is_short() -> None:
 # Replicas
 
 
-def test_replicas_tables_are_merged() -> None:
-    """Counts and refusals are the newest; calls are merged, even if only the answer came there; old sessions are left out."""
+def test_session_rows_of_replicas_are_merged() -> None:
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
     note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tools=())
@@ -207,8 +197,7 @@ def test_replicas_tables_are_merged() -> None:
     assert list_rows(here, there, since=1_006) == []
 
 
-def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
-    """If a board has no room for all, the oldest sessions lose first their calls, then their rows, and that is reported."""
+def test_document_above_the_board_limit_drops_old_calls_first() -> None:
     noise = random.Random(0)
     table = SessionTable()
     tools = tuple((bytes([place]), noise.randbytes(32).hex(), place) for place in range(20))
@@ -235,8 +224,7 @@ def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
 # What people are shown
 
 
-def test_the_report_adds_up_and_can_be_narrowed_down() -> None:
-    """By policy and by caller; the totals are those of what is shown; what is most comes first."""
+def test_report_adds_up_and_can_be_selected_and_sorted() -> None:
     table = SessionTable()
     note(table, Standing(steps=1, cost=3 * DOLLAR, tool_calls=7), now=1_003)
     note(table, Standing(1, steps=5, cost=DOLLAR, estimated=DOLLAR, blocks=2, killed=1), policy="q", now=1_002)
@@ -263,7 +251,6 @@ def test_the_report_adds_up_and_can_be_narrowed_down() -> None:
 def admin_of(
     table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()
 ) -> AbstractContextManager[AdminClient]:
-    """A client of an admin port that shows these sessions, with these orders in force."""
     return operate(table, shows=shows, orders=orders).connect()
 
 
@@ -285,8 +272,7 @@ def make_table(session: str = SESSION) -> SessionTable:
     return table
 
 
-def test_a_run_is_told_step_by_step() -> None:
-    """With model, tools, tokens and status; callers' values are hidden from pages of other sites; an unknown session is 404."""
+def test_run_report_lists_each_step() -> None:
     with admin_of(make_table(), shows=True) as client:
         (listed,) = client.ask("/sessions", params={"tool": "other", "price": "x"})["sessions"]  # which are about loops
         (run,) = client.ask(f"/sessions/{SESSION}")["sessions"]
@@ -305,8 +291,7 @@ def test_a_run_is_told_step_by_step() -> None:
     assert {**listed, **{key: run[key] for key in ("steps", "earlier_steps", "events")}} == run
 
 
-def test_a_grant_is_told_before_the_sessions_next_request(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who gave it, what, and until when; the refusal is one from before. Another refusal is one in spite of it."""
+def test_grant_is_shown_before_the_sessions_next_request(capsys: pytest.CaptureFixture[str]) -> None:
     table, now = make_table(), time.time()
     grant = ActiveOverride("g1", GRANT, Target(session=SESSION), "", now + 1, now + 600, "", "eve@laptop", Grant(steps=20))
     for order in (grant, grant._replace(since=now - 60), grant._replace(target=Target(session="6" * 16))):
@@ -348,8 +333,7 @@ def make_run() -> tuple[SessionTable, SessionTable]:
     return here, there
 
 
-def test_a_run_says_where_its_time_and_tokens_went() -> None:
-    """Of both replicas: the gap between answer and next request is the tools' time, and totals are the ledger's."""
+def test_run_report_splits_model_and_tool_time() -> None:
     (row,) = list_rows(*make_run())
 
     steps, used = describe_steps(row), describe_session(row, shows_callers=True)["usage"]
@@ -363,8 +347,7 @@ def test_a_run_says_where_its_time_and_tokens_went() -> None:
     }  # fmt: skip
 
 
-def test_a_run_has_its_refusals_and_grants_in_order() -> None:
-    """Equal refusals in a row are one entry; the operator's name and reason are not shown."""
+def test_run_report_has_refusals_and_grants_in_order() -> None:
     (row,) = list_rows(*make_run())
 
     session, steps = describe_session(row, shows_callers=True), describe_steps(row)
@@ -385,8 +368,7 @@ def test_a_run_has_its_refusals_and_grants_in_order() -> None:
     ("status", "after", "ended"),
     [(200, 1, None), (200, 59, None), (200, 60, "done"), (503, 1, "error"), (400, 1, "error"), (0, 1, "error")],
 )
-def test_a_run_has_ended_when_no_request_follows_an_answer(status: int, after: float, ended: str | None) -> None:
-    """For a minute it may go on, unless its last answer was an error."""
+def test_run_is_done_a_minute_after_its_answer(status: int, after: float, ended: str | None) -> None:
     table = SessionTable()
     note(table, Standing(steps=1), 1, now=1_000)
     settle(table, Standing(steps=1), 1, now=1_000, status=status)
@@ -394,8 +376,7 @@ def test_a_run_has_ended_when_no_request_follows_an_answer(status: int, after: f
     assert explain_end(list_rows(table)[0], 1_000 + after) == ended
 
 
-def test_a_run_that_is_stopped_says_by_what() -> None:
-    """By a limit, of steps or another one; by its breaker or an operator; by another guard; or unknown."""
+def test_run_report_says_what_stopped_it() -> None:
     found = []
     for standing in (
         Standing(2, 1, 1, steps=1),
@@ -416,8 +397,7 @@ def test_a_run_that_is_stopped_says_by_what() -> None:
     assert found == ["steps", "refused", "killed", "killed", None, "unknown", "refused"]
 
 
-def test_a_timeline_has_steps_and_refusals_in_order() -> None:
-    """Whichever replica has seen them; a step says what was done to it, if it was not let through as it was."""
+def test_timeline_orders_steps_and_refusals_of_replicas() -> None:
     one, other = SessionTable(), SessionTable()
     note(one, Standing(steps=1, age_ms=1_000), 1, now=1_001.0)
     note(other, Standing(steps=2, age_ms=2_000), 2, now=1_002.0, action="steer")
@@ -436,8 +416,7 @@ def test_a_timeline_has_steps_and_refusals_in_order() -> None:
     ]
 
 
-def test_a_browser_gets_a_page() -> None:
-    """What programs get as JSON, people get as a page that loads nothing; whatever a tool is called, it is text."""
+def test_browser_gets_a_safe_page_of_a_run() -> None:
     table = make_table()
     tools = ("<script>alert(1)</script>",)
     now = time.time()
@@ -458,13 +437,11 @@ def test_a_browser_gets_a_page() -> None:
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command prints."""
     assert main(list(arguments)) == 0
     return capsys.readouterr().out
 
 
-def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each session, and for each step of one that is named; what clients choose is no command to a terminal."""
+def test_sessions_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with admin_of(make_table(), shows=True) as client:
         listed = run_main(capsys, "sessions", "--admin", client.url)
         run = run_main(capsys, "sessions", SESSION, "--admin", client.url)
@@ -483,8 +460,7 @@ def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]
     assert none == "none of 1 session matches\n"
 
 
-def test_top_shows_trees(capsys: pytest.CaptureFixture[str]) -> None:
-    """`top --tree` has each agent below the one that started it, with what refused it; `--json` has the same as data."""
+def test_top_shows_agents_as_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
     table, now = make_table(), time.time()
     note(table, Standing(steps=4), 9, now=now, agent="1" * 16)
     note(table, Standing(steps=5), 10, now=now, agent="2" * 16, parent="1" * 16)
@@ -505,8 +481,7 @@ def test_top_shows_trees(capsys: pytest.CaptureFixture[str]) -> None:
     assert [agent["level"] for agent in session["agents"]["tree"]] == [1, 2, 1]
 
 
-def test_the_command_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Once each; a caller is found by name and value, or by the value alone; a table that is empty says why."""
+def test_sessions_command_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
     with admin_of(make_table(), shows=True) as one, admin_of(make_table("6" * 16)) as two, admin_of(SessionTable()) as none:
         first, both = ["--admin", one.url], [flag for each in (one, two, one) for flag in ("--admin", each.url)]
         listed = run_main(capsys, "sessions", *first)

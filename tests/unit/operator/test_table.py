@@ -22,7 +22,7 @@ class Seen:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
-def test_the_longest_quiet_entry_makes_room(uses: list[tuple[str, int]]) -> None:
+def test_longest_unused_row_makes_room(uses: list[tuple[str, int]]) -> None:
     """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
     table: Table[Seen, None] = Table(MOST, SHARE)
     order: list[tuple[str, ...]] = []  # the quietest first
@@ -42,8 +42,7 @@ def test_the_longest_quiet_entry_makes_room(uses: list[tuple[str, int]]) -> None
         assert [row.key for row in table.copy()] == order
 
 
-def test_rows_are_forgotten_whose_last_request_is_old() -> None:
-    """Later changes to them do not matter; their tenants get their shares back."""
+def test_old_rows_are_dropped() -> None:
     table: Table[Seen, None] = Table(MOST, SHARE)
     for number in range(MOST):
         tenant = "a" if number < SHARE else str(number)
@@ -58,7 +57,6 @@ def test_rows_are_forgotten_whose_last_request_is_old() -> None:
 
 
 def test_tenants_without_rows_take_no_memory() -> None:
-    """However many have come and gone."""
     table: Table[Seen, None] = Table(MOST, SHARE)
     tracemalloc.start()
     for number in range(5_000):
