@@ -22,8 +22,8 @@ _MAX_FILES = 100
 _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-Decisions: TypeAlias = dict[tuple[str, str, str], int]
-"""Requests by policy, mode and action. Only the event loop writes; the thread that answers scrapes only reads."""
+Decisions: TypeAlias = dict[tuple[str, ...], int]
+"""Requests by policy, mode and action, or by more. Only the event loop writes; the thread that answers scrapes only reads."""
 
 Counts: TypeAlias = tuple[Sequence[str], float]
 
@@ -46,16 +46,16 @@ class Metrics:
             registry.register(_Shown(lambda: _show_buckets(f"{_PREFIX}_{name}", text, buckets)))
             return buckets
 
-        def decided(name: str, text: str) -> Decisions:
+        def decided(name: str, text: str, labels: Sequence[str] = ("policy", "mode", "action")) -> Decisions:
             decisions: Decisions = {}
-            self.show_counts(name, text, ("policy", "mode", "action"), lambda: decisions.copy().items())
+            self.show_counts(name, text, labels, lambda: decisions.copy().items())
             return decisions
 
         self.decisions = decided("requests_total", "Requests that a policy counted, by action")
         self.loops = decided("loops_detected_total", "Counted requests that were part of a loop")
         by_detector = ("policy", "detector", "mode", "action", "strength")
         text = "Requests that were part of a loop, by detector and strength (strong, weak, or empty)"
-        self.detections = counter("detections_total", text, *by_detector)
+        self.detections = decided("detections_total", text, by_detector)
         by_change = ("policy", "detector", "mode", "cause", "arm", "after")
         text = "Loops that got a first note (begun) or would have (arm not_noted), and the outcome"
         self.after_notes = counter("after_notes_total", text, *by_change)

@@ -37,14 +37,13 @@ from extproc.operator.admin.reports import list_names
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board, View
-from extproc.operator.budget_events import BudgetEvents
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.coverage_rows import CoverageDocument
-from extproc.operator.events import IncidentEvents, LoopEvents, SessionEvents, open_events
-from extproc.operator.incident_rows import IncidentDocument
-from extproc.operator.loop_rows import Loop, LoopDocument
+from extproc.operator.events import open_events
+from extproc.operator.loop_rows import IncidentDocument, Loop, LoopDocument
 from extproc.operator.overrides import OverrideService, Seen, describe_override
+from extproc.operator.row_events import BudgetEvents, IncidentEvents, LoopEvents, SessionEvents
 from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.policy.loader import Unenforced
 from extproc.reload import RefusedReload, Reloader
@@ -302,7 +301,7 @@ class Server:
         self._overrides.emit = lambda kind, override: emit(kind, override.name, describe_override(override))
         self._store_care.emit = lambda told: emit("store_emptied", redact_url(self._settings.store), told)
         loops, sessions = LoopEvents(emit, self._shows_callers), SessionEvents(emit, self._shows_callers)
-        incidents, budgets = IncidentEvents(emit), BudgetEvents(emit, self._shows_callers)
+        incidents, budgets = IncidentEvents(emit, self._shows_callers), BudgetEvents(emit, self._shows_callers)
         health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)

@@ -15,7 +15,9 @@ from extproc.budgets.guard import CIRCUIT_BREAKER
 from extproc.engine.orders import ActiveOverride
 from extproc.engine.plan import Plan
 from extproc.errors import BadOrderError
+from extproc.operator import standing_orders
 from extproc.operator.budget_rows import BudgetRow
+from extproc.operator.standing_orders import ShownRow
 from extproc.store.rules.budget import BREAKER, BUCKET, Take
 
 _SHOWN = 20
@@ -64,7 +66,8 @@ def find_credits(
             f"amount is more than the whole budget of {largest:.9g}, and a budget holds no more than that: to raise the limit"
             " for a while, give seconds (--for)"
         )
-    return [_make_credit(row, grant.amount) for row in found], _remark(found, grant.amount, now)
+    added = [row.make_credit(min(row.limit, max(1, round(grant.amount * row.units)))) for row in found]
+    return added, _remark(found, grant.amount, now)
 
 
 def list_rules(plans: Sequence[Plan]) -> set[str]:
@@ -75,16 +78,8 @@ def list_rules(plans: Sequence[Plan]) -> set[str]:
 
 def concerns(grant: ActiveOverride, row: BudgetRow) -> bool:
     """Whether a grant is about the budget of a row."""
-    target, hashes = grant.target, dict(row.hashes)
-    if grant.policy not in ("", row.policy) or row.rule != grant.budget or row.kind == BREAKER:
-        return False
-    if target.caller:
-        return target.caller in (row.tenant, row.alias, *row.parts)
-    return all(value in (row.tenant, *row.parts) or hashes.get(name) == value for name, value in target.descriptors)
-
-
-def _make_credit(row: BudgetRow, amount: float) -> Take:
-    return row.make_credit(min(row.limit, max(1, round(amount * row.units))))
+    about = ShownRow({row.policy}, (row.tenant, row.alias, *row.parts), dict(row.hashes), budgets={row.rule})
+    return row.kind != BREAKER and standing_orders.concerns(grant, about)
 
 
 def _remark(rows: Sequence[BudgetRow], amount: float, now: float) -> list[str]:

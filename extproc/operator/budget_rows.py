@@ -6,6 +6,7 @@ The replicas share a budget's state, so the newest answer of the store is right.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any
 
 from extproc.operator.rows import FIRST, MAX, MIN, SUM, Document, Row, newest
@@ -87,10 +88,7 @@ class BudgetRow(Row, array_like=True):
     reason: str = ""
     staged_at: Annotated[float, MAX] = 0.0
 
-    @property
-    def name(self) -> tuple[str, str, str, str, str]:
-        """What distinguishes it from other rows."""
-        return self.tenant, self.policy, self.mode, self.rule, self.budget
+    name = property(attrgetter("tenant", "policy", "mode", "rule", "budget"))
 
     @property
     def is_open(self) -> bool:

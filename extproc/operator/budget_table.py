@@ -22,7 +22,7 @@ from extproc.store.rules.budget import BREAKER, BUCKET, Take
 
 _MOST_RETURNED: Final = 16
 
-_Name: TypeAlias = tuple[str, str, str, str, str]
+_Name: TypeAlias = tuple[str, ...]
 """See `BudgetRow.name`."""
 
 
@@ -105,7 +105,8 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
     def _open_row(self, name: _Name, limit: BudgetLimit, take: Take, now: float) -> BudgetRow:
         row = self.use(name)
         if row is None:
-            row = BudgetRow(*name, first=now, last=now)
+            tenant, policy, mode, rule, budget = name
+            row = BudgetRow(tenant, policy, mode, rule, budget, first=now, last=now)
             _set_limit(row, limit, take)
             self.put(name, row)
         self._names.put(take.key, name)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Final
 
 from extproc.operator.rows import MAX, MIN, SUM, Document, Row, merge
@@ -44,10 +45,7 @@ class CoverageRow(Row, array_like=True):
     recent: Annotated[int, SUM]
     total: Annotated[int, SUM]
 
-    @property
-    def name(self) -> tuple[str, ...]:
-        """Identifies the row."""
-        return self.policy, self.mode, self.route, self.detector, self.reason
+    name = property(attrgetter("policy", "mode", "route", "detector", "reason"))
 
 
 class CoverageDocument(Document, array_like=True):

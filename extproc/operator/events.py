@@ -19,24 +19,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol, TypeAlias
 
-from extproc.decision import SEVERITY, Action
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import Reminder, make_extra
 from extproc.metrics import Metrics
-from extproc.operator.incident_rows import IncidentRow
-from extproc.operator.loop_rows import Loop
-from extproc.operator.session_rows import SessionRefusal
-from extproc.operator.session_table import Run, RunName, convert_amount, convert_dollars, name_killer
-from extproc.sessions.limits import write_grant
 from extproc.settings import Settings
-from extproc.store.rules.tree import AGENT_LIMITS
 
 if TYPE_CHECKING:
     import httpx
@@ -68,9 +61,6 @@ TYPES: Final = {
 
 MAX_QUEUED = 10_000
 MAX_BATCH = 100
-
-QUIET_SECONDS = 60
-"""A loop has ended if none of its requests was acted on for this long."""
 
 GATHER_SECONDS = 0.5
 FIRST_WAIT_SECONDS = 0.5
@@ -298,135 +288,3 @@ class _Webhook:
     def close(self) -> None:
         with suppress(Exception):
             self._client.close()
-
-
-class LoopEvents:
-    """Sends events about loops that begin, get another action or end. It only reads the table, so requests are unaffected."""
-
-    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        self._emit = emit
-        self._shows_callers = shows_callers
-        self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
-
-    def look(self, loops: Sequence[Loop], now: float) -> None:
-        """Send events about changes since the last look; `now` is in seconds since 1970."""
-        going_on = {loop.name: loop for loop in loops if now - loop.last < QUIET_SECONDS}
-        for name, (loop, strictest) in list(self._told.items()):
-            if name not in going_on:
-                del self._told[name]
-                self._emit("loop_ended", loop.policy, self._describe(loop))
-            elif _rank(going_on[name]) > strictest:
-                self._emit("loop_escalated", loop.policy, self._describe(going_on[name]))
-        for name in going_on.keys() - self._told.keys():
-            self._emit("loop_began", going_on[name].policy, self._describe(going_on[name]))
-        self._told = {name: (loop, _rank(loop)) for name, loop in going_on.items()}
-
-    def _describe(self, loop: Loop) -> dict[str, object]:
-        return {
-            "gen_ai.agent.id": loop.agent or None,
-            "loopguard.caller": loop.tenant,
-            "gen_ai.conversation.id": loop.session or None,
-            "gen_ai.tool.name": ", ".join(loop.tools) or None,
-            "gen_ai.request.model": loop.model or None,
-            "policy": loop.policy,
-            "detector": loop.detector,
-            "mode": loop.mode,
-            "caller": dict(loop.caller) if self._shows_callers() else None,
-            "alias": loop.alias or None,
-            "labels": dict(loop.labels) or None,
-            "fingerprint": loop.fingerprint,
-            "method": loop.method,
-            "path": loop.path,
-            "route": loop.route or None,
-            "count": loop.count,
-            "strength": loop.strength or None,
-            "requests": dict(loop.requests),
-            "first_seen": loop.first,
-            "last_seen": loop.last,
-        }
-
-
-def _rank(loop: Loop) -> int:
-    return max(SEVERITY[Action(action)] for action in loop.requests)
-
-
-class IncidentEvents:
-    """Sends events about tools that fail for many; see `LoopEvents`."""
-
-    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None]) -> None:
-        self._emit = emit
-        self._told: dict[tuple[str, str, str], float] = {}
-
-    def look(self, incidents: Sequence[IncidentRow]) -> None:
-        """Send one event for each incident."""
-        for row in incidents:
-            if self._told.get(row.name) != row.began:
-                self._emit("tool_failing", row.policy, self._describe(row))
-        self._told = {row.name: row.began for row in incidents}
-
-    def _describe(self, row: IncidentRow) -> dict[str, object]:
-        return {
-            "gen_ai.tool.name": row.tool,
-            "policy": row.policy,
-            "callers": row.count_callers(),
-            "sessions": row.count_sessions(),
-            "requests": row.requests,
-            "first_seen": row.began,
-            "last_seen": row.last,
-        }
-
-
-class SessionEvents:
-    """Sends events about sessions that reach a limit or are killed; see `LoopEvents`."""
-
-    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        self._emit = emit
-        self._shows_callers = shows_callers
-        self._told: dict[RunName, tuple[str, str]] = {}
-
-    def look(self, runs: Sequence[Run]) -> None:
-        """Send events about changes since the last look: each limit that a session reaches, and what kills it."""
-        told: dict[RunName, tuple[str, str]] = {}
-        for run in runs:
-            known_limit, known_killer = self._told.get(run.name, ("", ""))
-            killer = name_killer(run.standing.killed, ordered=run.ordered)
-            limit = run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
-            if killer and killer != known_killer:
-                self._emit("session_killed", run.name.policy, self._describe(run))
-            elif limit and limit != known_limit and not killer:
-                kind = "agents_limited" if limit in AGENT_LIMITS else "session_limited"
-                self._emit(kind, run.name.policy, self._describe(run))
-            told[run.name] = limit, killer
-        self._told = told
-
-    def _describe(self, run: Run) -> dict[str, object]:
-        standing, refusal = run.standing, run.refusal
-        return {
-            "loopguard.caller": run.name.tenant,
-            "gen_ai.conversation.id": run.name.session,
-            "gen_ai.agent.id": (refusal.agent or None) if refusal is not None else None,
-            "gen_ai.tool.name": (refusal.tool or None) if refusal is not None else None,
-            "policy": run.name.policy,
-            "mode": run.name.mode,
-            "caller": dict(run.caller) if self._shows_callers() else None,
-            "alias": run.known.alias or None,
-            "labels": dict(run.known.labels) or None,
-            "killed": name_killer(standing.killed, ordered=run.ordered) or None,
-            "limit": refusal.limit if refusal is not None else None,
-            "used": convert_amount(refusal.limit, refusal.used) if refusal is not None else None,
-            "allowed": convert_amount(refusal.limit, refusal.allowed) if refusal is not None else None,
-            "grant": _find_grant(run.name, refusal) if refusal is not None else None,
-            "total_step_count": standing.steps,
-            "total_tool_calls": standing.tool_calls,
-            "total_block_count": standing.blocks,
-            "agents_started": run.tree.agents if run.tree is not None else None,
-            "agent_requests_refused": run.tree.refused if run.tree is not None else None,
-            "actual_cost": convert_dollars(standing.cost),
-            "started": run.began,
-            "last_seen": run.last,
-        }
-
-
-def _find_grant(name: RunName, refusal: SessionRefusal) -> str | None:
-    """The command that allows what a session was refused; None if it is not about a tool's own limit, or about agents."""
-    return write_grant(name.session, name.tenant, refusal.limit, refusal.tool, refusal.used, refusal.allowed) or None

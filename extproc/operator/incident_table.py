@@ -19,7 +19,7 @@ from extproc.detectors.chain import read_transcript
 from extproc.detectors.turn import digest
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import LoopGuard
-from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentDocument, IncidentRow
+from extproc.operator.loop_rows import INCIDENT_SECONDS, SKETCHED, IncidentDocument, IncidentRow
 from extproc.operator.loop_table import find_guard, read_opening
 from extproc.operator.sketch import Sketch
 from extproc.operator.table import NAME_SHOWN, Table
@@ -65,7 +65,7 @@ class FailingTool:
         self.requests += 1
         self.callers.add(caller)
         self.sessions.add(session)
-        self._forget(now - WINDOW_SECONDS)
+        self._forget(now - INCIDENT_SECONDS)
         recent = self._recent
         if caller in recent or len(recent) < _MOST_CALLERS:
             own = recent.setdefault(caller, {})
@@ -144,7 +144,11 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
 
     def list_incidents(self) -> list[IncidentRow]:
         """All current and past incidents, newest first; may be called from any thread."""
-        rows = [_describe(key, row) for key, row in self._rows.items() if row.began]
+        rows = []
+        for (_, policy, tool, failure), row in self._rows.items():
+            if row.began:
+                hashes = row.callers.list_kept(), row.sessions.list_kept()
+                rows.append(IncidentRow(policy, tool, failure, row.began, row.last, *hashes, row.requests, row.spared))
         return sorted(rows, key=lambda row: -row.began)
 
     def make_document(self, *, shows_callers: bool) -> IncidentDocument:  # noqa: ARG002  # it has none
@@ -154,12 +158,6 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
     def _forget(self, key: tuple[str, ...]) -> None:
         super()._forget(key)
         self._keys.pop(key[1:], None)
-
-
-def _describe(key: tuple[str, ...], row: FailingTool) -> IncidentRow:
-    _, policy, tool, failure = key
-    callers, sessions = row.callers.list_kept(), row.sessions.list_kept()
-    return IncidentRow(policy, tool, failure, row.began, row.last, callers, sessions, row.requests, row.spared)
 
 
 def _name_session(document: Document, candidate: LoopGuard) -> str:

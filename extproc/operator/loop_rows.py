@@ -1,4 +1,4 @@
-"""Looping conversations and their loops, as people see them and as replicas publish them; see `rows`."""
+"""Looping conversations, their loops, and tools that fail for many, as replicas publish them; see `rows`."""
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from math import exp
+from operator import attrgetter
 from typing import Annotated, TypeAlias
 
 import msgspec
 
-from extproc.operator.rows import COUNTS, FIRST, MAX, MIN, SUM, Document, Row, fit, merge, newest
+from extproc.operator.rows import COUNTS, FIRST, MAX, MIN, SUM, Document, Row, fit, join, merge, newest
+from extproc.operator.sketch import Sketch
 from extproc.store.rules.documents import MAX_DOCUMENT
 
 MINUTES = 60
@@ -20,6 +22,14 @@ PACE_SECONDS = 60.0
 
 NoteLabels: TypeAlias = tuple[str, str, str, str, str, str]
 """See `AfterNote.labels`."""
+
+INCIDENT_SECONDS = 300
+"""How long a session counts after its last request in an incident."""
+
+SKETCHED = 64
+"""Fewer callers and sessions than this are counted exactly, others are estimated."""
+
+_SKETCH = join(lambda one, other: Sketch([*one, *other], SKETCHED).list_kept())
 
 _NEWEST = newest("newness")
 
@@ -77,10 +87,7 @@ class Loop(Row, array_like=True):
     after: Annotated[dict[str, int], COUNTS] = {}
     parts: list[str] = []
 
-    @property
-    def name(self) -> tuple[str, ...]:
-        """Identifies the loop."""
-        return self.policy, self.detector, self.mode, self.tenant, self.repeats
+    name = property(attrgetter("policy", "detector", "mode", "tenant", "repeats"))
 
     @property
     def total(self) -> int:
@@ -161,10 +168,7 @@ class ConversationRow(Row, array_like=True):
     priced: Annotated[int, SUM] = 0
     prompt: Annotated[int, SUM] = 0
 
-    @property
-    def name(self) -> tuple[str, str]:
-        """Identifies the conversation."""
-        return self.tenant, self.conversation
+    name = property(attrgetter("tenant", "conversation"))
 
     @property
     def forwarded(self) -> int:
@@ -242,3 +246,48 @@ def merge_lines(lines: Iterable[Line], minute: int) -> list[Line]:
         known = merged.setdefault(key, Line(*key, minute, [0] * MINUTES))
         known.counts = [one + other for one, other in zip(known.counts, line.list_counts(minute), strict=True)]
     return [merged[key] for key in sorted(merged) if any(merged[key].counts)]
+
+
+class IncidentRow(Row, array_like=True):
+    """A tool that fails in the same way for many sessions.
+
+    Attributes:
+        failure: digest of what it says, to merge rows by; never shown.
+        began: when there were enough sessions, in seconds since 1970.
+        last: when a request was last part of it.
+        callers, sessions: hashes, as a sketch keeps them.
+        requests: that were part of it.
+        spared: of these, the ones that would have been refused.
+    """
+
+    policy: str
+    tool: str
+    failure: str
+    began: Annotated[float, MIN]
+    last: Annotated[float, MAX]
+    callers: Annotated[list[str], _SKETCH]
+    sessions: Annotated[list[str], _SKETCH]
+    requests: Annotated[int, SUM]
+    spared: Annotated[int, SUM]
+
+    name = property(attrgetter("policy", "tool", "failure"))
+
+    def count_callers(self) -> int:
+        """The number of callers, perhaps estimated; see SKETCHED."""
+        return Sketch(self.callers, SKETCHED).count()
+
+    def count_sessions(self) -> int:
+        """See `count_callers`."""
+        return Sketch(self.sessions, SKETCHED).count()
+
+
+class IncidentDocument(Document, array_like=True):
+    """Incidents, the newest first."""
+
+    rows: Annotated[list[IncidentRow], SUM]
+    left_out: Annotated[int, SUM] = 0
+
+    def finish(self, now: float) -> None:
+        """See `Document`."""
+        super().finish(now)
+        self.rows.sort(key=lambda row: -row.began)

@@ -66,10 +66,14 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         now, again, failure = time(), exchange.find_conversation_key(), exchange.failure
         key = again or name_conversation(exchange, decision.trace)
         row = self.use(key)
-        if row is None and failure is not None and all(is_widespread(outcome) for outcome in acted):
-            key = ("", f"{failure.tool}\n{failure.digest}")  # those of an incident share a row, or they would fill the table
+        if row is None:
+            if failure is not None and all(is_widespread(outcome) for outcome in acted):
+                key = (
+                    "",
+                    f"{failure.tool}\n{failure.digest}",
+                )  # those of an incident share a row, or they would fill the table
+            row = self._open_row(key, now)
         exchange.conversation_key = key
-        row = self._open_row(key, now)
         if not row.path:
             request, candidate = exchange.request, find_guard(exchange, acted[0])
             row.path = cut_text(request.path, PATH_SHOWN)
@@ -83,7 +87,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         row.last = now
         loops: list[tuple[Outcome, Loop]] = []
         for outcome in acted:
-            self.draw(outcome)
+            self._draw(outcome, int(now) // 60)
             if not is_widespread(outcome):  # its row is the incident's
                 loop = _open_loop(row, exchange, outcome, name_repeated(outcome.repeat, outcome.fingerprint), now)
                 _count_in_loop(loop, exchange.sums.length, outcome, now, stops=outcome is decision.lead)
@@ -152,9 +156,8 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         minute = int(time()) // 60
         return LoopDocument(rows, merge_lines(self.curves.copy().values(), minute), after=list(self.after.copy().items()))
 
-    def draw(self, outcome: Outcome) -> None:
-        """Count a request in the curves."""
-        key, minute = (outcome.policy, outcome.mode, outcome.action.value), int(time()) // 60
+    def _draw(self, outcome: Outcome, minute: int) -> None:
+        key = outcome.policy, outcome.mode, outcome.action.value
         curve = self.curves.get(key)
         if curve is None:
             if len(self.curves) >= _MAX_CURVES:

@@ -422,12 +422,6 @@ def _find_broken(value: object) -> str:
     return next((text for text in texts if isinstance(text, str) and _SURROGATE.search(text)), "")
 
 
-def _read_kind(value: object) -> str:
-    if value not in KINDS:
-        raise ValueError(f"must be one of {', '.join(KINDS)}")
-    return str(value)
-
-
 def _read_caller(value: object) -> str | dict[str, str]:
     if isinstance(value, dict) and 0 < len(value) <= _MAX_DESCRIPTORS and _are_texts(value):
         return {name.lower(): text for name, text in value.items()}
@@ -452,31 +446,6 @@ def _are_texts(value: Mapping[object, object]) -> bool:
     return all(isinstance(part, str) and part for pair in value.items() for part in pair)
 
 
-def _read_pattern(pattern: re.Pattern[str], wanted: str, value: object) -> str:
-    if not (isinstance(value, str) and pattern.fullmatch(value)):
-        raise ValueError(f"must be {wanted}")
-    return value
-
-
-def _read_number(wanted: str, most: int, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise ValueError(f"must be a number{wanted} from 1 to {most}")
-    return value
-
-
-def _read_cost(value: object) -> int:
-    most = MAX_GRANT.cost // NANO_DOLLARS
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
-        return max(1, round(value * NANO_DOLLARS))
-    raise ValueError(f"must be dollars, more than 0 and at most {most}")
-
-
-def _read_amount(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_AMOUNT:
-        return float(value)
-    raise ValueError(f"must be a number, more than 0 and at most {MAX_AMOUNT}")
-
-
 def _read_tools(value: object) -> tuple[tuple[str, int], ...]:
     most = MAX_GRANT.tool_calls
     if not isinstance(value, dict) or not 0 < len(value) <= MAX_TOOLS:
@@ -489,27 +458,58 @@ def _read_tools(value: object) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(value.items()))
 
 
-def _read_text(longest: int, value: object) -> str:
-    if not (isinstance(value, str) and 0 < len(value) <= longest):
-        raise ValueError(f"must be a text of 1 to {longest} characters")
-    return value
+def _make_reader(
+    wanted: str, fits: Callable[[Any], object], convert: Callable[[Any], object] = lambda value: value
+) -> Callable[[object], object]:
+    def read(value: object) -> object:
+        if not fits(value):
+            raise ValueError(f"must be {wanted}")
+        return convert(value)
 
+    return read
+
+
+def _read_text(longest: int) -> Callable[[object], object]:
+    return _make_reader(
+        f"a text of 1 to {longest} characters", lambda value: isinstance(value, str) and 0 < len(value) <= longest
+    )
+
+
+def _read_number(most: int, unit: str = "") -> Callable[[object], object]:
+    return _make_reader(f"a number{unit} from 1 to {most}", lambda value: _is_number(value, most, int))
+
+
+def _is_number(value: Any, most: int, *kinds: type) -> bool:  # noqa: ANN401  # decoded JSON
+    return type(value) in kinds and 0 < value <= most  # a bool is an int, but not of that type
+
+
+def _read_pattern(pattern: re.Pattern[str], wanted: str) -> Callable[[object], object]:
+    return _make_reader(wanted, lambda value: isinstance(value, str) and pattern.fullmatch(value))
+
+
+_MOST_DOLLARS = MAX_GRANT.cost // NANO_DOLLARS
 
 _READERS: dict[str, Callable[[object], object]] = {
-    "kind": _read_kind,
+    "kind": _make_reader(f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
     "caller": _read_caller,
     "session": _read_session,
-    "fingerprint": partial(_read_pattern, _FINGERPRINT, "8 hex digits"),
-    "tool": partial(_read_text, _MAX_TOOL),
-    "policy": partial(_read_pattern, _POLICY, "the id of a policy"),
-    "seconds": partial(_read_number, " of seconds", MAX_SECONDS),
-    "reason": partial(_read_text, _MAX_REASON),
-    **{amount: partial(_read_number, "", most) for amount, most in MAX_GRANT._asdict().items()},
-    "cost": _read_cost,
+    "fingerprint": _read_pattern(_FINGERPRINT, "8 hex digits"),
+    "tool": _read_text(_MAX_TOOL),
+    "policy": _read_pattern(_POLICY, "the id of a policy"),
+    "seconds": _read_number(MAX_SECONDS, " of seconds"),
+    "reason": _read_text(_MAX_REASON),
+    **{amount: _read_number(most) for amount, most in MAX_GRANT._asdict().items()},
+    "cost": _make_reader(
+        f"dollars, more than 0 and at most {_MOST_DOLLARS}",
+        lambda value: _is_number(value, _MOST_DOLLARS, int, float),
+        lambda dollars: max(1, round(dollars * NANO_DOLLARS)),
+    ),
     "tools": _read_tools,
-    "budget": partial(_read_text, _MAX_RULE),
-    "amount": _read_amount,
-    "key": partial(_read_text, _MAX_KEY),
+    "budget": _read_text(_MAX_RULE),
+    "amount": _make_reader(
+        f"a number, more than 0 and at most {MAX_AMOUNT}", lambda value: _is_number(value, MAX_AMOUNT, int, float), float
+    ),
+    "key": _read_text(_MAX_KEY),
 }
 
 

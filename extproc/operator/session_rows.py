@@ -7,13 +7,13 @@ through and those that saw their responses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
 
-from extproc.operator.agents import AgentRow, merge_agents
-from extproc.operator.rows import FIRST, KEPT_SECONDS, MAX, SUM, Document, Row, fit, join, merge, newest
+from extproc.operator.rows import FIRST, KEPT_SECONDS, MAX, MIN, SUM, Document, Row, fit, join, merge, newest
 
 MAX_CALLS = 64
 MAX_EVENTS = 32
@@ -21,6 +21,12 @@ MAX_EVENTS = 32
 
 MAX_DETAILED = 200
 """Number of sessions, the newest, that are published with their calls; more would not fit on a board."""
+
+MAX_AGENTS_SHOWN = 64
+"""Agents of a session that are shown, the newest; its counts include all."""
+
+ACTIVE_SECONDS = 60
+"""An agent is shown as active for this long after a request."""
 
 _SKEW = 1.0
 """Seconds by which clocks of replicas may differ: a call that is older than its session belongs to one that has ended."""
@@ -58,6 +64,32 @@ class CallRow(Row, array_like=True):
     errors: Annotated[int, FIRST] = 0
     retry: Annotated[bool, FIRST] = False
     action: Annotated[str, FIRST] = ""
+
+
+class AgentRow(Row, array_like=True):
+    """An agent of a session.
+
+    Attributes:
+        name: hash of its name.
+        parent: the same of the agent that started it, according to its first request; empty if the session did.
+        depth: levels below the session; 0 if unknown, because the policy does not limit agents.
+        began: when it was seen first, in seconds since 1970.
+        last: when its newest request came.
+        requests: how many this replica has seen.
+        refused: the limit that refused its newest request; empty for none.
+    """
+
+    name: str
+    parent: str
+    depth: Annotated[int, MAX]
+    began: Annotated[float, MIN]
+    last: Annotated[float, MAX]
+    requests: Annotated[int, SUM] = 0
+    refused: Annotated[str, newest("last")] = ""
+
+    def is_active(self, now: float) -> bool:
+        """Whether its newest request was let through, and recently; `now` in seconds since 1970."""
+        return not self.refused and now - self.last < ACTIVE_SECONDS
 
 
 class SessionRefusal(msgspec.Struct, array_like=True):
@@ -102,10 +134,7 @@ class RunEvent(msgspec.Struct, array_like=True):
     granted: Amounts = []
 
 
-def _find_later(one: SessionRefusal | None, other: SessionRefusal | None) -> SessionRefusal | None:
-    return other if one is None or (other is not None and other.at > one.at) else one
-
-
+_LATER = join(lambda one, other: other if one is None or (other is not None and other.at > one.at) else one)
 _TOLD, _NEWEST = newest("told"), newest("last")
 
 
@@ -131,7 +160,7 @@ class SessionRow(Row, array_like=True):
     blocks: Annotated[int, _TOLD]
     consecutive_blocks: Annotated[int, _TOLD]
     consecutive_errors: Annotated[int, _TOLD]
-    refusal: Annotated[SessionRefusal | None, join(_find_later)]
+    refusal: Annotated[SessionRefusal | None, _LATER]
     calls: Annotated[list[CallRow], SUM]
     alias: Annotated[str, FIRST] = ""
     labels: Annotated[list[tuple[str, str]], FIRST] = []
@@ -149,10 +178,7 @@ class SessionRow(Row, array_like=True):
     started_by: Annotated[str, FIRST] = ""
     parts: list[str] = []
 
-    @property
-    def name(self) -> tuple[str, str, str, str]:
-        """Identifies the session."""
-        return self.policy, self.mode, self.tenant, self.session
+    name = property(attrgetter("policy", "mode", "tenant", "session"))
 
 
 COUNTED = (
@@ -204,3 +230,34 @@ def merge_events(events: Iterable[RunEvent]) -> list[RunEvent]:
     for event in sorted(events, key=lambda event: event.at):
         merged.setdefault(event.grant or (event.at, event.limit, event.tool), event)
     return list(merged.values())
+
+
+def merge_agents(rows: Iterable[AgentRow]) -> list[AgentRow]:
+    """One row for each agent, oldest first; those that are refused make room for others, however many they are."""
+    merged = merge(sorted(rows, key=lambda row: row.began))
+    kept = {row.name for row in sorted(merged, key=lambda row: (not row.refused, row.last))[-MAX_AGENTS_SHOWN:]}
+    return [row for row in merged if row.name in kept]
+
+
+def order_tree(rows: Sequence[AgentRow]) -> list[tuple[int, AgentRow]]:
+    """Agents with their levels below the session, each behind its parent, and once, whatever parents clients claim."""
+    known = {row.name for row in rows}
+    children: dict[str, list[AgentRow]] = {}
+    for row in rows:
+        children.setdefault(row.parent if row.parent in known and row.parent != row.name else "", []).append(row)
+    ordered: list[tuple[int, AgentRow]] = []
+    placed: set[str] = set()
+
+    def place(first: Sequence[AgentRow]) -> None:
+        waiting = [(1, row) for row in reversed(first)]
+        while waiting:
+            level, row = waiting.pop()
+            if row.name not in placed:
+                placed.add(row.name)
+                ordered.append((level, row))
+                waiting += [(level + 1, child) for child in reversed(children.get(row.name, ()))]
+
+    place(children.get("", ()))
+    for row in rows:  # of a circle, the one that came first stands for its root
+        place([row] if row.name not in placed else [])
+    return ordered

@@ -11,12 +11,13 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from extproc.engine.orders import ActiveOverride
-from extproc.operator.agents import MAX_SHOWN, AgentRow
 from extproc.operator.session_rows import (
     COUNTED,
+    MAX_AGENTS_SHOWN,
     MAX_CALLS,
     MAX_DETAILED,
     MAX_EVENTS,
+    AgentRow,
     Amounts,
     CallRow,
     RunEvent,
@@ -123,7 +124,7 @@ class Run:
         """One request of an agent; the one that was quiet for longest makes room, those that are refused before others."""
         row = self.agents.pop(name, None)
         if row is None:
-            if len(self.agents) >= MAX_SHOWN:
+            if len(self.agents) >= MAX_AGENTS_SHOWN:
                 del self.agents[next((each.name for each in self.agents.values() if each.refused), next(iter(self.agents)))]
             row = AgentRow(name, parent, 0, now, now)
         self.agents[name] = row

@@ -63,8 +63,8 @@ IMPORTED = {
         changes edits narrow steer
     """,
     "operator": """
-        after_notes agents board budget_events budget_rows coverage coverage_rows events incident_rows
-        incident_table loop_rows overrides probes session_rows session_table sketch standing_orders table
+        after_notes board budget_rows coverage coverage_rows events
+        incident_table loop_rows overrides probes row_events session_rows session_table sketch standing_orders table
     """,
     "operator/admin": """
         budget_report canary_page client coverage_report credentials html local_token loop_page loop_report overrides

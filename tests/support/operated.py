@@ -35,8 +35,7 @@ from extproc.operator.board import Board
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.coverage_rows import CoverageDocument
-from extproc.operator.incident_rows import IncidentDocument
-from extproc.operator.loop_rows import LoopDocument
+from extproc.operator.loop_rows import IncidentDocument, LoopDocument
 from extproc.operator.overrides import OverrideService
 from extproc.operator.session_rows import SessionDocument
 from extproc.operator.session_table import SessionTable

@@ -9,8 +9,6 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
-from prometheus_client import Counter
-
 from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
@@ -114,16 +112,12 @@ def is_loop(value: object, **keys: Any) -> bool:  # noqa: ANN401  # of `policy`
 def find_strength(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `policy`
     service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
     send(service, value)
-    return _find_label(service.metrics.detections, "strength")
+    return next((strength for *_, strength in service.metrics.detections), "")
 
 
 def find_reason(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `policy`
     """Why a detector does not count a request; empty if it does."""
     service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
     send(service, value)
-    return _find_label(service.metrics.uncounted, "reason")
-
-
-def _find_label(counter: Counter, name: str) -> str:
-    counted = [item for metric in counter.collect() for item in metric.samples if item.name.endswith("_total") and item.value]
-    return counted[0].labels[name] if counted else ""
+    samples = [item for metric in service.metrics.uncounted.collect() for item in metric.samples]
+    return next((item.labels["reason"] for item in samples if item.name.endswith("_total") and item.value), "")

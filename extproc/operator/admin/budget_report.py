@@ -20,7 +20,6 @@ from extproc.operator.admin.reports import (
 )
 from extproc.operator.admin.row_commands import suggest_for_budget
 from extproc.operator.admin.row_states import is_healthy
-from extproc.operator.board import View
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.overrides import describe_override
 from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
@@ -58,43 +57,28 @@ class BudgetPages(TablePages[BudgetDocument]):
     has_budgets: Callable[[], bool] = staticmethod(lambda: True)
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
-        """The answer to a request."""
-        orders, shown = OrderIndex(self.list_orders()), self._sees_callers(request)
-        return report_budgets(
-            self._board.view(), selection, shows_callers=shown, now=time(), orders=orders, exist=self.has_budgets()
-        )
-
-
-def report_budgets(  # noqa: PLR0913  # what a report depends on
-    view: View[BudgetDocument],
-    selection: Selection,
-    *,
-    shows_callers: bool,
-    now: float,
-    orders: OrderIndex = NO_ORDERS,
-    exist: bool = True,
-) -> dict[str, Any]:
-    """The JSON of `/budgets`; `note` says why it is empty, if it is."""
-    rows = view.document.rows
-    found = select((describe_budget(row, now, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
-    total = {
-        "budgets": len(found),
-        "callers": len({row["caller"] for row in found}),
-        "used_up": sum(row["used_up"] for row in found),
-        "open_breakers": sum(row["open"] for row in found),
-        "refused": sum(row["refused"] for row in found),
-    }
-    note = None
-    if not found:
-        note = f"none of {len(rows)} budgets matches" if rows else _NO_CALLERS if exist else NO_BUDGETS
-    return {
-        **describe_view(view, now),
-        "known": len(rows),
-        "note": note,
-        "exist": exist,
-        "total": total,
-        "budgets": found[: selection.limit],
-    }
+        """The JSON of `/budgets`; `note` says why it is empty, if it is."""
+        now, view, exist = time(), self._board.view(), self.has_budgets()
+        rows, orders, shown = view.document.rows, OrderIndex(self.list_orders()), self._sees_callers(request)
+        found = select((describe_budget(row, now, shows_callers=shown, orders=orders) for row in rows), selection, SORTS)
+        total = {
+            "budgets": len(found),
+            "callers": len({row["caller"] for row in found}),
+            "used_up": sum(row["used_up"] for row in found),
+            "open_breakers": sum(row["open"] for row in found),
+            "refused": sum(row["refused"] for row in found),
+        }
+        note = None
+        if not found:
+            note = f"none of {len(rows)} budgets matches" if rows else _NO_CALLERS if exist else NO_BUDGETS
+        return {
+            **describe_view(view, now),
+            "known": len(rows),
+            "note": note,
+            "exist": exist,
+            "total": total,
+            "budgets": found[: selection.limit],
+        }
 
 
 def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:

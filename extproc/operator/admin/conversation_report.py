@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from extproc.decision import SEVERITY, Action
 from extproc.operator.admin.reports import OLDEST_FIRST, Selection, Sorts, matches, write_time
 from extproc.operator.admin.row_commands import suggest_for_incident, suggest_for_loop
-from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentRow
-from extproc.operator.loop_rows import ConversationRow
+from extproc.operator.loop_rows import INCIDENT_SECONDS, SKETCHED, ConversationRow, IncidentRow
 from extproc.operator.overrides import describe_override
 from extproc.operator.sketch import Sketch
 from extproc.operator.standing_orders import OrderIndex, ShownRow
@@ -106,9 +105,9 @@ def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
     """
     if not row.tool or not incidents:
         return False
-    if not row.tenant or row.failing > row.last - WINDOW_SECONDS:
+    if not row.tenant or row.failing > row.last - INCIDENT_SECONDS:
         return True
-    return any(incident.began - WINDOW_SECONDS <= row.last <= incident.began for incident in incidents)
+    return any(incident.began - INCIDENT_SECONDS <= row.last <= incident.began for incident in incidents)
 
 
 def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
@@ -207,7 +206,7 @@ def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]],
         "policies": policies,
         "first_seen": write_time(min(incident.began for incident in own)),
         "last_seen": write_time(last),
-        "active": known.now - last < WINDOW_SECONDS,
+        "active": known.now - last < INCIDENT_SECONDS,
         "callers": Sketch([each for incident in own for each in incident.callers], SKETCHED).count(),
         "sessions": Sketch([each for incident in own for each in incident.sessions], SKETCHED).count(),
         "not_refused": max(incident.spared for incident in own),

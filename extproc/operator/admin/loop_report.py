@@ -24,8 +24,7 @@ from extproc.operator.admin.reports import (
 from extproc.operator.admin.session_report import list_explosions
 from extproc.operator.after_notes import ARMS, count_open, describe_after
 from extproc.operator.board import Board
-from extproc.operator.incident_rows import IncidentDocument
-from extproc.operator.loop_rows import Loop, LoopDocument
+from extproc.operator.loop_rows import IncidentDocument, Loop, LoopDocument
 from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.operator.standing_orders import OrderIndex
 from extproc.sessions.limits import UNNAMED

@@ -49,7 +49,8 @@ class Page(NamedTuple):
 
 def make_app(metrics: Metrics, routes: Sequence[Route], credentials: Credentials | None = None) -> Starlette:
     """The application with `/metrics` and these routes; pages say who may give orders."""
-    every = [Route("/metrics", lambda _: _expose(metrics)), *routes]
+    written = {"content-type": CONTENT_TYPE_LATEST}
+    every = [Route("/metrics", lambda _: Response(generate_latest(metrics.registry), headers=written)), *routes]
     known = ", ".join(dict.fromkeys(route.path for route in every))
 
     def miss(_: Request, __: Exception) -> Response:
@@ -126,10 +127,6 @@ def _is_loopback(text: str) -> bool:
         return text.lower() == "localhost"
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return (mapped or address).is_loopback
-
-
-def _expose(metrics: Metrics) -> Response:
-    return Response(generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _refuse(_: Request, error: Exception) -> Response:

@@ -16,8 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from extproc.operator.admin.reports import write_time
-from extproc.operator.agents import ACTIVE_SECONDS
-from extproc.operator.session_rows import Amounts, CallRow, RunEvent, SessionRow
+from extproc.operator.session_rows import ACTIVE_SECONDS, Amounts, CallRow, RunEvent, SessionRow
 from extproc.operator.session_table import convert_amount
 from extproc.policy.bundle import SHADOW
 from extproc.sessions.limits import MAX_STEPS, PER_TOOL

@@ -38,10 +38,9 @@ from extproc.operator.admin.run_report import (
     is_exploding,
     order_timeline,
 )
-from extproc.operator.agents import order_tree
 from extproc.operator.board import View
 from extproc.operator.overrides import describe_override
-from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
+from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow, order_tree
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
 from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
 from extproc.policy.bundle import SHADOW

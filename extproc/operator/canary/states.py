@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -47,22 +48,17 @@ class Disagreement(Row):
     count: Annotated[int, SUM]
     over: Annotated[int, SUM]
 
-    @property
-    def name(self) -> tuple[str, ...]:
-        """The kind."""
-        return self.about, self.method, self.path, self.tenant, self.detector, self.tool
+    name = property(attrgetter("about", "method", "path", "tenant", "detector", "tool"))
 
 
 def _join_sketches(one: State, other: State, _: str) -> dict[str, str]:
-    return {name: _write_sketch(_read_both(one, other, name)) for name in _list_sketches(one.percent)}
+    both = {
+        name: [*one.read_sketch(name).list_kept(), *other.read_sketch(name).list_kept()] for name in _list_sketches(one.percent)
+    }
+    return {name: _write_sketch(Sketch(kept)) for name, kept in both.items()}
 
 
-def _read_both(one: State, other: State, name: str) -> Sketch:
-    return Sketch([*one.read_sketch(name).list_kept(), *other.read_sketch(name).list_kept()])
-
-
-def _join_disagreements(one: Iterable[Disagreement], other: Iterable[Disagreement]) -> list[Disagreement]:
-    return sorted(merge([*one, *other]), key=lambda entry: -entry.count)[:SHOWN]
+_MOST_FREQUENT = join(lambda one, other: sorted(merge([*one, *other]), key=lambda entry: -entry.count)[:SHOWN])
 
 
 class State(Row):
@@ -83,13 +79,10 @@ class State(Row):
     until: Annotated[_Moment, MAX]
     counts: Annotated[dict[str, int], COUNTS]
     sketches: Annotated[dict[str, str], _join_sketches]
-    disagreements: Annotated[list[Disagreement], join(_join_disagreements)]
+    disagreements: Annotated[list[Disagreement], _MOST_FREQUENT]
     percent: int = 0
 
-    @property
-    def name(self) -> str:
-        """Of one pair."""
-        return self.identity
+    name = property(attrgetter("identity"))
 
     @property
     def pairing(self) -> Pairing:

@@ -19,7 +19,7 @@ from extproc.engine.settlements import Settled
 from extproc.operator.admin.budget_report import NO_BUDGETS
 from extproc.operator.admin.row_commands import suggest_for_session
 from extproc.operator.admin.row_states import read_time
-from extproc.operator.budget_events import BudgetEvents
+from extproc.operator.row_events import BudgetEvents
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.store.rules.budget import BUCKET, MAX_RAISED, PERIOD, Take
 from tests.support.budget_policies import ask, bucket, daily, limited, refused

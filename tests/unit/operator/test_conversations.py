@@ -18,8 +18,7 @@ from extproc.engine.orders import ALLOW, BLOCK, KILL, RELEASE, ActiveOverride, T
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.row_commands import suggest_for_loop, suggest_for_session
 from extproc.operator.board import unpack_all
-from extproc.operator.incident_rows import WINDOW_SECONDS
-from extproc.operator.loop_rows import MAX_LOOPS, ConversationRow, Loop, LoopDocument
+from extproc.operator.loop_rows import INCIDENT_SECONDS, MAX_LOOPS, ConversationRow, Loop, LoopDocument
 from extproc.operator.standing_orders import OrderIndex, ShownRow, concerns
 from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
@@ -368,7 +367,7 @@ def test_incident_is_one_row_with_its_loops() -> None:
 
 def test_loop_after_an_incident_is_a_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, service = Ahead(monkeypatch), make_service(policy("agents", ANY, **TURNS))
-    clock.seconds = -WINDOW_SECONDS - 100
+    clock.seconds = -INCIDENT_SECONDS - 100
     fail(service, "abc", "12")
     for number in range(200):
         fail(service, "x", f"{chr(1_000 + number)}")

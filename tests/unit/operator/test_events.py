@@ -19,7 +19,8 @@ from cloudevents.core.formats.json import JSONFormat
 from extproc.errors import LoopguardError
 from extproc.metrics import Metrics
 from extproc.operator import events as events_module
-from extproc.operator.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
+from extproc.operator.events import MAX_QUEUED, TYPES, Events, UnreachableError, open_events
+from extproc.operator.row_events import LoopEvents, SessionEvents
 from extproc.operator.session_table import SessionTable
 from extproc.settings import Settings
 from extproc.store.rules.session import LIMITS, Standing

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from extproc.decision import ToolFailure
-from extproc.operator.events import IncidentEvents
-from extproc.operator.incident_rows import WINDOW_SECONDS
 from extproc.operator.incident_table import LONGEST_SECONDS, REST_SECONDS, IncidentTable
+from extproc.operator.loop_rows import INCIDENT_SECONDS
+from extproc.operator.row_events import IncidentEvents
 from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
 from tests.support.engine import ANY
@@ -121,7 +121,7 @@ def test_other_tools_and_errors_are_not_spared(fleet: Fleet) -> None:
 
 def test_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
     told: list[tuple[str, str, Mapping[str, object]]] = []
-    events = IncidentEvents(lambda *event: told.append(event))
+    events = IncidentEvents(lambda *event: told.append(event), lambda: False)
 
     def look(callers: str, tasks: str) -> list[str]:
         actions = fleet.fail(callers, tasks)
@@ -134,7 +134,7 @@ def test_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
     assert [(kind, subject) for kind, subject, _ in told] == [("tool_failing", "p")]
     assert [told[0][2][name] for name in ("gen_ai.tool.name", "callers", "sessions")] == ["search", 2, 6]
     (first,) = fleet.list_incidents()
-    fleet.clock.seconds += WINDOW_SECONDS + 1
+    fleet.clock.seconds += INCIDENT_SECONDS + 1
     assert look("ab", "123") == ["reject"] * 4 + ["steer"] * 2
     (second,) = fleet.list_incidents()
     assert second["first_seen"] > first["first_seen"]
@@ -145,7 +145,7 @@ def test_incident_spares_loops_for_half_an_hour(fleet: Fleet) -> None:
     while fleet.clock.seconds < LONGEST_SECONDS - 110:
         assert fleet.fail()[-1] == "steer"
         fleet.clock.seconds += 100
-    for wait, last in ((110, "reject"), (WINDOW_SECONDS + 1, "reject"), (REST_SECONDS, "steer")):
+    for wait, last in ((110, "reject"), (INCIDENT_SECONDS + 1, "reject"), (REST_SECONDS, "steer")):
         fleet.clock.seconds += wait
         assert fleet.fail()[-1] == last
 

@@ -11,8 +11,8 @@ import pytest
 from extproc.cli.commands import write_caller
 from extproc.engine.orders import BLOCK, Target, hash_descriptor
 from extproc.operator.admin.reports import Selection, matches
-from extproc.operator.events import LoopEvents, SessionEvents
 from extproc.operator.overrides import write_override
+from extproc.operator.row_events import LoopEvents, SessionEvents
 from extproc.request.hash_key import PROCESS_KEY
 from tests.support.bundles import plain, refused, spec
 from tests.support.documents import policy

@@ -12,9 +12,8 @@ from extproc.cli.commands.sessions import write_report
 from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.run_report import explain_end
 from extproc.operator.admin.session_report import describe_session, report_sessions
-from extproc.operator.agents import MAX_SHOWN
 from extproc.operator.board import View
-from extproc.operator.session_rows import SessionDocument
+from extproc.operator.session_rows import MAX_AGENTS_SHOWN, SessionDocument
 from extproc.operator.session_table import SessionTable
 from extproc.store.rules.session import LIMITS, Standing
 from extproc.store.rules.tree import TreeStanding
@@ -67,12 +66,12 @@ def test_refused_agents_never_push_out_active_ones() -> None:
     tables = SessionTable(), SessionTable()
     for place, table in enumerate(tables):
         note(table, NOW, f"active {place}")
-        for number in range(3 * MAX_SHOWN):
+        for number in range(3 * MAX_AGENTS_SHOWN):
             note(table, NOW + number / 10, f"{place} {number}", "max_agents")
 
     (row,) = list_rows(*tables)
 
-    assert len(row.agents) == MAX_SHOWN
+    assert len(row.agents) == MAX_AGENTS_SHOWN
     assert {agent.name for agent in row.agents if not agent.refused} == {"active 0", "active 1"}
     assert explain_end(row, NOW + 50) is None
 

@@ -17,7 +17,7 @@ import extproc.apis  # noqa: F401  # which say where each API's secret stands
 from extproc.cli.main import main
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import parse_line
-from extproc.operator.events import LoopEvents
+from extproc.operator.row_events import LoopEvents
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest, StatedFacts, compile_descriptors

@@ -11,8 +11,8 @@ import pytest
 
 from extproc.engine.orders import Overrides
 from extproc.ext_proc.service import Service
-from extproc.operator.events import SessionEvents
 from extproc.operator.overrides import parse_order, read_override, write_override
+from extproc.operator.row_events import SessionEvents
 from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage

@@ -15,8 +15,8 @@ from extproc.cli.commands import grant
 from extproc.cli.commands.top import order_sessions
 from extproc.engine.orders import ALLOW, BLOCK, GRANT, KILL, RELEASE, Grant, Overrides, Target, hash_descriptor
 from extproc.ext_proc.service import Service
-from extproc.operator.events import SessionEvents
 from extproc.operator.overrides import parse_order, read_override, write_override
+from extproc.operator.row_events import SessionEvents
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.names import hash_session
 from tests.support.orders import apply_orders, order
