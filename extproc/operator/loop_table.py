@@ -78,8 +78,8 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
             request, candidate = exchange.request, find_guard(exchange, acted[0])
             row.path = cut_text(request.path, PATH_SHOWN)
             row.model = cut_text(read_model(request.path, exchange.content), NAME_SHOWN)
-            if key[0]:
-                row.session, row.agent = _find_session(exchange), find_agent(request, candidate)
+            if key[0]:  # orders about sessions mean those of limits
+                row.session, row.agent = _find_name(exchange, limited=True), find_agent(request, candidate)
                 row.descriptors = [
                     (cut_text(name, NAME_SHOWN), hash_descriptor(name, value))
                     for name, value in (candidate.values[:NAMES_SHOWN] if candidate is not None else ())
@@ -273,32 +273,17 @@ def name_conversation(exchange: Exchange, trace: Sequence[Outcome]) -> tuple[str
         if not isinstance(outcome.subject, SessionSubject):
             first = outcome
             break
-    named = _find_name(exchange) or _find_opening(exchange.plain)
+    named = _find_name(exchange, limited=False) or _find_opening(exchange.plain)
     return first.tenant, named or f"#{name_repeated(first.repeat, first.fingerprint)}"
 
 
-def _find_name(exchange: Exchange) -> str:
-    """The hash of the name of the request's session, as detectors know it, or else its limits; empty for none."""
-    named = ""
-    for candidate in _list_named(exchange):
-        if not isinstance(candidate, SessionGuard):
+def _find_name(exchange: Exchange, *, limited: bool) -> str:
+    """The hash of the name of the request's session, as limits (else detectors) know it, or else the others; empty for none."""
+    named = [each for group in exchange.groups for each in group.active if each.session not in {"", UNNAMED}]
+    for candidate in named:
+        if isinstance(candidate, SessionGuard) is limited:
             return candidate.session
-        named = named or candidate.session
-    return named
-
-
-def _find_session(exchange: Exchange) -> str:
-    """The same, as limits know it, or else detectors: orders about sessions mean these."""
-    named = ""
-    for candidate in _list_named(exchange):
-        if isinstance(candidate, SessionGuard):
-            return candidate.session
-        named = named or candidate.session
-    return named
-
-
-def _list_named(exchange: Exchange) -> list[Guard]:
-    return [each for group in exchange.groups for each in group.active if each.session not in {"", UNNAMED}]
+    return named[0].session if named else ""
 
 
 def _find_opening(document: Document | None) -> str:

@@ -134,7 +134,7 @@ class Reporter:
         if exchange.enforcing.left_out or exchange.shadow.left_out:
             for policy, reason in exchange.list_uncounted():
                 self._metrics.uncounted.labels(policy, reason).inc()
-        if any(group.left_out or group.missing or group.failures for group in exchange.groups):
+        if [group for group in exchange.groups if group.left_out or group.missing or group.failures]:  # any() would take 0.2 us
             self.coverage.note(exchange)
         for group in exchange.groups:
             if group.missing or group.changing or group.failures or group.contradicted or group.spared:
