@@ -346,7 +346,7 @@ class Reloader:
         """Choose and compile, in a worker thread; the result has no engine if nothing changes."""
         now = self._clock()
         compiled = self._list_compiled(now) if not force else set()
-        known = {file: verdict for file, verdict in self._verdicts.items() if self._can_use(verdict, file, now)}
+        known = {file: verdict for file, verdict in self._verdicts.items() if self._is_still_valid(verdict, file, now)}
         with _Uncollected():
             choice = choose(files, self._kept, now, self._rules, afresh=force, known=known, compiled=compiled)
             waiting = {file for file, found in files.items() if found.data is None}
@@ -356,15 +356,13 @@ class Reloader:
             if same and not mended and not (force and choice.kept.keys() - choice.refused.keys()):
                 _free_all(choice.policies)
                 return _Loaded((), (), (), None, self._kept, now, choice.refused, verdicts=choice.verdicts)
-            return _compile(choice, now, self._reuse(choice, compiled), self._share_parts(), shadow=self._shadows)
+            return _compile(choice, now, self._find_compiled(choice, compiled), self._share_parts(), shadow=self._shadows)
 
-    def _can_use(self, verdict: Verdict, file: str, now: datetime) -> bool:
-        """Whether a verdict is still valid, as in `_list_compiled`."""
+    def _is_still_valid(self, verdict: Verdict, file: str, now: datetime) -> bool:
         source = verdict.judged.source if verdict.judged is not None else None
         return source is None or self._compiled[file].shadow == (self._shadows or source.forces_shadow(now))
 
-    def _reuse(self, choice: Choice, compiled: Collection[str]) -> dict[str, CompiledFile]:
-        """The compiled policies of files already in force, or checked in the background."""
+    def _find_compiled(self, choice: Choice, compiled: Collection[str]) -> dict[str, CompiledFile]:
         found = {}
         for file, kept in choice.kept.items():
             verdict = self._verdicts.get(file)
@@ -379,7 +377,7 @@ class Reloader:
         compiled = self._list_compiled(now)
         with _Uncollected():
             choice = choose(dict.fromkeys(self._kept, Found()), self._kept, now, self._rules, compiled=compiled)
-            return _compile(choice, now, self._reuse(choice, compiled), self._share_parts(), shadow=self._shadows)
+            return _compile(choice, now, self._find_compiled(choice, compiled), self._share_parts(), shadow=self._shadows)
 
     async def _note_unreadable(self, found: Mapping[str, Found | BundleError], *, force: bool) -> None:
         """Report unreadable paths; a file that stays missing is one failure, not one per recheck."""
@@ -399,7 +397,6 @@ class Reloader:
                 self._refused[file] = (await self._refuse(errors, file))._replace(sha256=sha256)
 
     async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
-        """Put new policies into force, and free the old ones."""
         old = [self.engine]
         self._apply(loaded)
         swap(self.engine)
@@ -456,7 +453,6 @@ class Reloader:
 
 
 def _is_below(file: str, path: str) -> bool:
-    """Whether a file is this path, or below it."""
     return file == path or file.startswith(os.path.join(path, ""))  # noqa: PTH118  # paths stay as the user wrote them
 
 

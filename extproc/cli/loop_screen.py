@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from extproc.cli.commands import count, write_caller
+from extproc.cli.commands import count, write_caller, write_number
 from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
 from extproc.operator.admin.row_states import is_healthy, list_burning, read_time, write_age, write_now
@@ -118,15 +118,6 @@ def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
             lines += ["", f"# {' '.join(about.splitlines())}"]
             lines += [f"{command}{more}" for command in row["commands"].values()]
     return lines
-
-
-def write_number(number: float) -> str:
-    """A number in at most five characters, such as `1.2k`."""
-    for unit in ("", "k", "M", "G"):
-        if number < 999.5:  # noqa: PLR2004  # rounds to three digits
-            return f"{number:.0f}{unit}" if not unit or number >= 9.95 else f"{number:.1f}{unit}"  # noqa: PLR2004  # as above
-        number /= 1_000
-    return f"{number:.0f}T"
 
 
 def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:

@@ -127,5 +127,4 @@ class PackedLines:
                 yield line
 
     def _is_bomb(self) -> bool:
-        """Whether the file has expanded too much so far."""
         return self.source is not self._raw and self.source.tell() > _FREE + _MOST_PER_BYTE * self._raw.tell()

@@ -156,17 +156,6 @@ def list_paths(policies: PolicySet | None, report: CheckReport | None) -> list[s
     return list(dict.fromkeys([path for path in found if path]))[:_MOST_PATHS]
 
 
-def read_headers(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Parse `NAME: VALUE`; raises UsageError."""
-    found = []
-    for text in texts:
-        name, colon, value = text.partition(":")
-        if not (colon and name.strip()) or not text.isprintable():
-            raise UsageError(f"--header must be 'NAME: VALUE', not {text!r}")
-        found.append((name.strip().lower(), value.strip()))
-    return found
-
-
 def probe(
     urls: Sequence[str], paths: Sequence[str], clients: Sequence[AdminClient], headers: Sequence[tuple[str, str]], big: int
 ) -> list[Result]:

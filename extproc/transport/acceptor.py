@@ -116,7 +116,6 @@ class Acceptor:
             _LOG.warning(message, extra=make_extra(**more, suppressed=suppressed or None))
 
     def _await_first_bytes(self, connection: socket.socket, address: str, seconds: float) -> None:
-        """Wait for the peer's first bytes."""
         if len(self._silent) + self._queued >= _MAX_WAITING:
             self._drop_waiting()
         number = connection.fileno()
@@ -191,7 +190,5 @@ class Acceptor:
 
 
 class _Handshake(NamedTuple):
-    """A handshake in progress."""
-
     socket: socket.socket
     address: str

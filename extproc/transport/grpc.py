@@ -171,7 +171,7 @@ class GrpcConnection:
             if self._ready:
                 if http.turn_over:
                     return None
-                event = self._deliver(self._ready[0])
+                event = self._read_received(self._ready[0])
                 if event is not None:
                     return event
                 self._ready.popleft()
@@ -293,7 +293,7 @@ class GrpcConnection:
         data = got.data
         if call.busy or call.received or got.ended or not _is_one_message(data):
             return self._buffer(call, data)
-        return self._open(call, data[_PREFIX:])  # exactly one message: the usual case
+        return self._deliver(call, data[_PREFIX:])  # exactly one message: the usual case
 
     def _buffer(self, call: Call, data: bytes) -> Event | None:
         if not self._http.share.take(len(data)):
@@ -303,8 +303,7 @@ class GrpcConnection:
             self._ready.append(call)
         return None
 
-    def _open(self, call: Call, message: bytes) -> Event:
-        """Deliver a message."""
+    def _deliver(self, call: Call, message: bytes) -> Event:
         if call.silent:
             call.silent = False
             del self._silent[call.number]
@@ -312,12 +311,12 @@ class GrpcConnection:
         self._http.patience += self._http.limits.message_earns
         return MessageReceived(call, message)
 
-    def _deliver(self, call: Call) -> Event | None:
+    def _read_received(self, call: Call) -> Event | None:
         """The next event from a call's received bytes, or None if they are incomplete."""
         if call.over or call.busy:
             return None
         if call.single and not call.silent:
-            self._drop(call)
+            self._drop_received(call)
             return None
         try:
             size = read_size(call.received)
@@ -328,7 +327,7 @@ class GrpcConnection:
                 message = bytes(received[_PREFIX:size])
             del call.received[:size]  # free at a bytearray's start
             self._http.share.give(size)
-            return self._open(call, message)
+            return self._deliver(call, message)
         return self._half_close(call) if call.half_closed else None
 
     def _half_close(self, call: Call) -> Event | None:
@@ -362,10 +361,9 @@ class GrpcConnection:
             self._silent.pop(call.number, None)
         if call.metadata and not self._http.ended:
             self._http.share.give(call.size)
-        self._drop(call)
+        self._drop_received(call)
 
-    def _drop(self, call: Call) -> None:
-        """Drop received data of a call that is no longer needed."""
+    def _drop_received(self, call: Call) -> None:
         if call.received and not self._http.ended:
             self._http.share.give(len(call.received))
         call.received = bytearray()

@@ -389,11 +389,10 @@ class Connection:
                 self._open_window(stream.name, stream.consumed)
                 stream.consumed = 0
         if stream.expected >= 0:
-            self._compare_length(stream, len(payload), ended=ended)
+            self._check_length(stream, len(payload), ended=ended)
         return None if stream.local_closed else DataReceived(stream, payload, ended=ended)
 
-    def _compare_length(self, stream: Http2Stream, size: int, *, ended: bool) -> None:
-        """Compare the body with its content-length; raises _StreamError."""
+    def _check_length(self, stream: Http2Stream, size: int, *, ended: bool) -> None:
         stream.received += size
         if stream.received > stream.expected or (ended and stream.received != stream.expected):
             raise _StreamError(stream.number, PROTOCOL_ERROR)
@@ -457,7 +456,7 @@ class Connection:
             raise _StreamError(stream.number, PROTOCOL_ERROR)
         self._end_remote(stream)
         if stream.expected >= 0:
-            self._compare_length(stream, 0, ended=True)
+            self._check_length(stream, 0, ended=True)
         return None if stream.local_closed else DataReceived(stream, b"", ended=True)
 
     def _on_priority(self, _: int, number: int, payload: bytes) -> Event | None:
@@ -477,7 +476,7 @@ class Connection:
         stream = self._streams.get(number)
         if stream is None:
             return None
-        self._forget(stream)
+        self._drop_stream(stream)
         return None if stream.local_closed else StreamReset(number, int.from_bytes(payload, "big"))
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> Event | None:
@@ -589,7 +588,7 @@ class Connection:
             or size > self._peer_window - stream.spent
             or size > self._peer_frame
         ):
-            self._block_output(stream, data, trailers)
+            self._buffer_output(stream, data, trailers)
             return
         if size:
             stream.spent += size
@@ -641,8 +640,7 @@ class Connection:
         self._block = bytearray()
         self._data, self._position = b"", 0
 
-    def _block_output(self, stream: Http2Stream, data: bytes, trailers: bytes | None) -> None:
-        """Buffer bytes until the windows allow them."""
+    def _buffer_output(self, stream: Http2Stream, data: bytes, trailers: bytes | None) -> None:
         if not self.share.take(len(data)):
             self._end(ProtocolError("too much data that the peer does not read", code=ENHANCE_YOUR_CALM))
             return
@@ -718,10 +716,9 @@ class Connection:
         self._write(RST_STREAM, 0, number.to_bytes(4, "big"), code.to_bytes(4, "big"))
         stream = self._streams.get(number)
         if stream is not None:
-            self._forget(stream)
+            self._drop_stream(stream)
 
-    def _forget(self, stream: Http2Stream) -> None:
-        """Drop a stream that was reset."""
+    def _drop_stream(self, stream: Http2Stream) -> None:
         stream.lost = True
         del self._streams[stream.number]
         self._lingering.pop(stream.number, None)

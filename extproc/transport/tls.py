@@ -165,8 +165,6 @@ class _Guarded(_ServerContext):
 
 
 class _GuardedObject(ssl.SSLObject):
-    """One connection's TLS."""
-
     def do_handshake(self) -> None:
         """Do the handshake, and refuse a peer that is not allowed."""
         certificates = cast("_Guarded", self.context).certificates
@@ -176,7 +174,7 @@ class _GuardedObject(ssl.SSLObject):
         except _AGAIN:
             raise
         except ssl.SSLError as error:
-            certificates.log_refusal(_explain(error))
+            certificates.log_refusal(_explain_error(error))
             raise
 
     def _check_peer(self, certificates: Certificates) -> None:
@@ -244,7 +242,7 @@ def _check_certificate(settings: Settings, pem: Pem) -> float:
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
     except ssl.SSLError as error:
-        raise UsageError(f"{flag}: {_explain(error)}") from None
+        raise UsageError(f"{flag}: {_explain_error(error)}") from None
     found = cast("dict[str, str]", client_side.getpeercert())  # present, because it was verified
     return ssl.cert_time_to_seconds(found["notAfter"])
 
@@ -288,8 +286,7 @@ def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
         raise UsageError(f"{flag}: contains no PEM certificate") from None
 
 
-def _explain(error: ssl.SSLError) -> str:
-    """OpenSSL's reason in words."""
+def _explain_error(error: ssl.SSLError) -> str:
     told: str = getattr(error, "verify_message", "")
     reason: str = getattr(error, "reason", "") or ""  # an error that OpenSSL did not raise has no reason
     return told or reason.replace("_", " ").lower() or str(error.args[-1])

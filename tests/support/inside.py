@@ -26,7 +26,7 @@ IMPORTED = {
         commands costs
     """,
     "cli": """
-        commands main packed probe
+        commands main packed probe tables
     """,
     "cli/commands": """
         dashboards grant ordering serve sessions top
@@ -41,7 +41,7 @@ IMPORTED = {
         options render snippet template usage
     """,
     "cli/replay": """
-        command judge records report table
+        command judge records report
     """,
     "cli/scan": """
         atif files formats limits report transcripts watch work

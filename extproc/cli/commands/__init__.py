@@ -81,12 +81,27 @@ def check_paths(paths: Sequence[str]) -> Sequence[str]:
 
 def count(number: int, noun: str) -> str:
     """A number with a noun, in the plural if needed."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def count_many(number: int, noun: str) -> str:
-    """As `count`, with thousands separators."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def write_number(number: float) -> str:
+    """A number with three digits and a unit, such as `1.23M`."""
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5:  # noqa: PLR2004  # rounds to three digits
+            return f"{number:.3g}{unit}" if unit else f"{number:.0f}"
+        number /= 1_000
+    return f"{number:.0f}T"
+
+
+def read_headers(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Parse the values of -H, `NAME: VALUE`; names become lower-case. Raises UsageError."""
+    found = []
+    for text in texts:
+        name, colon, value = text.partition(":")
+        if not (colon and name.strip()) or any(char < " " for char in text):
+            raise UsageError(f"-H must be 'NAME: VALUE', not {text!r}")
+        found.append((name.strip().lower(), value.strip()))
+    return found
 
 
 def write_caller(row: Mapping[str, Any]) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from extproc.cli.commands import count
 from extproc.errors import LoopguardError
@@ -20,9 +18,6 @@ from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rul
 from extproc.operator.coverage_rows import ENFORCES_ON_NONE
 from extproc.options import add_flags as add_options
 from extproc.options import read_options
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 HELP = "compare shadow policies with the enforcing ones they may replace"
 EXAMPLES = """examples:
@@ -37,8 +32,6 @@ exit code: 0 safe, 3 keep watching, 4 too strict (with several canaries, the hig
 
 _CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
 _COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
-_PIPE_WIDTH = 160
-"""Width of the output if it is unknown."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         options.show_help()
         return 0
     clients = open_clients(options.admin)
-    every = _collect(clients)
+    every = _collect_states(clients)
     states = [state for state in every if options.policy in (None, state.candidate)]
     canaries = describe_canaries(states, read_options(Rules, vars(options)))
     if not canaries:
@@ -75,12 +68,12 @@ def run(options: argparse.Namespace) -> int:
         raise LoopguardError("; ".join([f"{named} is compared with an enforcing one", hint, *_list_idle_shares(clients)]))
     if options.json:
         print(write_json({"canaries": canaries}, indent=2))
-    else:
-        _print_canaries(canaries)
+    for canary in canaries if not options.json else ():
+        _print_canary(canary)
     return max(_CODES[canary["verdict"]] for canary in canaries)
 
 
-def _collect(clients: Sequence[AdminClient]) -> list[State]:
+def _collect_states(clients: Sequence[AdminClient]) -> list[State]:
     """The newest counts of each replica; raises LoopguardError if a server's answer is invalid."""
     newest: dict[tuple[str, str, str], State] = {}
     for client in clients:
@@ -107,32 +100,38 @@ def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # a se
     return replicas
 
 
-def _print_canaries(canaries: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console  # noqa: PLC0415  # takes 0.1 s to import; other commands do not need it
+def _print_canary(canary: dict[str, Any]) -> None:
+    from extproc.cli.tables import make_console, print_rows  # noqa: PLC0415  # takes 0.1 s to import; other commands do not need it
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
-    for canary in canaries:
-        word, summary = canary["verdict"], canary["summary"]
-        shown = word.replace("_", " ")
-        about = f"{canary['policy']}, canary of {canary['canary_of']}: {summary.removesuffix(shown)}"
-        console.print(escape_controls(about), end="", style="bold", soft_wrap=True)
-        console.print(shown, style=f"bold {_COLORS[word]}", soft_wrap=True)
-        for reason in canary["reasons"]:
-            console.print(escape_controls(f"  {reason}"))
-        console.print(f"  compared since {canary['since']}, by {count(canary['replicas'], 'replica')}")
-        if canary["acts_on"] is not None:
-            console.print(f"  {canary['acts_on']['text']}")
+    console = make_console()
+    verdict = canary["verdict"].replace("_", " ")
+    about = f"{canary['policy']}, canary of {canary['canary_of']}: {canary['summary'].removesuffix(verdict)}"
+    console.print(escape_controls(about), end="", style="bold", soft_wrap=True)
+    console.print(verdict, style=f"bold {_COLORS[canary['verdict']]}", soft_wrap=True)
+    for reason in canary["reasons"]:
+        console.print(escape_controls(f"  {reason}"))
+    console.print(f"  compared since {canary['since']}, by {count(canary['replicas'], 'replica')}")
+    if canary["acts_on"] is not None:
+        console.print(f"  {canary['acts_on']['text']}")
     new = canary["new"]
-    about = "" if new["exact"] else "about "
-    tenants = f"{about}{new['tenants']} of {new['of_tenants']}"
-    console.print(f"  new: loops {about}{new['loops']}, tenants {tenants}, sessions {about}{new['sessions']}")
+    exactly = "" if new["exact"] else "about "
+    tenants = f"{exactly}{new['tenants']} of {new['of_tenants']}"
+    console.print(f"  new: loops {exactly}{new['loops']}, tenants {tenants}, sessions {exactly}{new['sessions']}")
     for who, arms in canary["after_notes"].items():
         for arm, counts in arms.items():
             console.print(escape_controls(f"  {who}: {write_after(counts, noted=arm == 'noted')}"))
-    console.print(_make_counts(canary))
-    if canary["disagreements"]:
-        console.print(_make_disagreements(canary["disagreements"]))
+    rows = [("compared", canary["requests"]["compared"], "", "")]
+    for name, group, key, rate in _ROWS:
+        bounds = canary["rates"].get(rate, {})
+        share = f"{bounds['share']:.3%}" if bounds.get("share") is not None else ""
+        between = f"{bounds['low']:.3%} and {bounds['high']:.3%}" if bounds else ""
+        rows.append((name, canary[group][key], share, between))
+    print_rows(console, "", ("requests", "#number", "#share", "between"), rows)
+    disagreements = [
+        (each["about"].replace("_", " "), f"{'<= ' if each['over'] else ''}{each['count']:,}", *[each[key] for key in _WHERE])
+        for each in canary["disagreements"]
+    ]
+    print_rows(console, "", ("disagreement", "#number", *_WHERE), disagreements)
     console.print()
 
 
@@ -146,33 +145,4 @@ _ROWS = (
     ("refusals: made already", "refusals", "already", ""),
     ("refusals: missed", "refusals", "missed", "missed_refusals"),
 )
-
-
-def _make_counts(canary: dict[str, Any]) -> Table:
-    table = _make_table("requests", "number", "share", "between")
-    table.add_row("compared", f"{canary['requests']['compared']:,}", "", "")
-    for name, group, key, rate in _ROWS:
-        bounds = canary["rates"].get(rate, {})
-        share = bounds.get("share")
-        between = f"{bounds['low']:.3%} and {bounds['high']:.3%}" if bounds else ""
-        table.add_row(name, f"{canary[group][key]:,}", "" if share is None else f"{share:.3%}", between)
-    return table
-
-
-def _make_disagreements(disagreements: Sequence[dict[str, Any]]) -> Table:
-    table = _make_table("disagreement", "number", "method", "path", "tenant", "detector", "tool")
-    for entry in disagreements:
-        number = f"{entry['count']:,}" if not entry["over"] else f"<= {entry['count']:,}"
-        words = [entry[key] for key in ("method", "path", "tenant", "detector", "tool")]
-        table.add_row(entry["about"].replace("_", " "), number, *(escape_controls(word) for word in words))
-    return table
-
-
-def _make_table(*names: str) -> Table:
-    from rich.box import SIMPLE  # noqa: PLC0415  # as above
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(box=SIMPLE)
-    for name in names:
-        table.add_column(name, justify="right" if name == "number" else "left", overflow="fold")
-    return table
+_WHERE = ("method", "path", "tenant", "detector", "tool")

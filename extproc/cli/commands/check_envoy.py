@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from extproc.cli.commands import load_policies
+from extproc.cli.commands import load_policies, read_headers
 from extproc.cli.envoy_check.findings import CODES
 from extproc.errors import UsageError
 from extproc.logs import write_json
 from extproc.operator.admin.client import open_clients
+from extproc.options import make_type, parse_integer
 
 HELP = "report what an Envoy configuration guards, and which settings would cause problems"
 EXAMPLES = f"""examples:
@@ -23,6 +24,8 @@ cannot be read
 
 findings:
 {chr(10).join(f"  {code:<17}{meaning}" for code, meaning in CODES.items())}"""
+
+_SIZE = make_type(parse_integer(0))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--uploads",
-        type=_parse_size,
+        type=_SIZE,
         default=10 * 2**20,
         metavar="BYTES",
         help="largest body that must pass (default 10485760)",
@@ -81,14 +84,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="header to send, such as a credential; repeatable",
     )
     probe.add_argument(
-        "--probe-size", type=_parse_size, default=2 * 2**20, metavar="BYTES", help="size of the large body (default 2097152)"
+        "--probe-size", type=_SIZE, default=2 * 2**20, metavar="BYTES", help="size of the large body (default 2097152)"
     )
-
-
-def _parse_size(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a number of bytes, not {text!r}")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -99,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     from extproc.cli.envoy_check.inspect import inspect  # noqa: PLC0415
     from extproc.cli.envoy_check.needs import find_needs  # noqa: PLC0415
     from extproc.cli.envoy_check.show import make_json, print_report  # noqa: PLC0415
-    from extproc.cli.probe import is_guarded, list_names, list_paths, print_results, probe, read_headers  # noqa: PLC0415
+    from extproc.cli.probe import is_guarded, list_names, list_paths, print_results, probe  # noqa: PLC0415
 
     if options.file == "":
         raise UsageError("the file's name is empty")

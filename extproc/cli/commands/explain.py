@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import read_path
 from extproc.budgets.guard import BUDGET, make_subject
-from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
+from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies, read_headers
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, NOTED, Action, Outcome
 from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.engine import Engine
@@ -185,7 +185,7 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
 
 
 def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
-    """Print a block for each budget that applies. Only the store knows how much is left."""
+    """Print a block per budget that applies, without the amount left, which only the store knows."""
     rules = guard.budget
     if guard.oversize is not None:
         subject = guard.oversize
@@ -356,11 +356,8 @@ def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
     if options.request is not None and not METHOD.match(options.request):
         raise UsageError(f"-X {options.request!r} must be an HTTP method such as POST")
     headers: dict[str, bytes] = {}
-    for line in options.header:
-        name, colon, value = line.partition(":")
-        if not colon or not name.strip():
-            raise UsageError(f"-H {line!r} must be 'name: value'")
-        headers.setdefault(name.strip().lower(), value.strip().encode("utf-8", "surrogateescape"))
+    for name, value in read_headers(options.header):
+        headers.setdefault(name, value.encode("utf-8", "surrogateescape"))
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     method = options.request or ("POST" if body else "GET")
     authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]

@@ -23,12 +23,10 @@ bodies, one per line; see docs/replay.md. Memory does not grow with the logs.
 exit code: 0 replayed (unusable lines are listed on stderr and in the report), 1 a log cannot be read, or has no request that
 can be replayed; with --strict, also if a line cannot be used"""
 
-_TOP = 10
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_log_flags(parser)
-    parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="number of worst offenders to show (default 10)")
+    parser.add_argument("--top", type=COUNT, default=10, metavar="N", help="number of worst offenders to show (default 10)")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
 

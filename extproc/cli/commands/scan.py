@@ -29,7 +29,6 @@ its request: a note at the third identical turn, a stop at the seventh.
 
 exit code: 0 scanned, whatever was found; 1 nothing can be read; 2 usage"""
 
-_TOP = 10
 _DAY = 86_400
 
 
@@ -41,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DAYS",
         help="only conversations of the last DAYS days (default: all)",
     )
-    parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="number of worst loops to show (default 10)")
+    parser.add_argument("--top", type=COUNT, default=10, metavar="N", help="number of worst loops to show (default 10)")
     parser.add_argument("--show", action="store_true", help="show the content of repeated turns, not only sizes and hashes")
     parser.add_argument("--limits", action="store_true", help="also show what sessions took, and `session_limits` for them")
     parser.add_argument("--html", metavar="FILE", help="also write a page for a browser")

@@ -58,7 +58,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         key = (report.listener, report.route.place.pointer)
         if not (key in merged and merged[key].modes):
             merged[key] = report
-    return CheckReport(list(merged.values()), [finding for finding in _merge(findings) if finding.code not in ignored])
+    return CheckReport(list(merged.values()), [finding for finding in _merge_findings(findings) if finding.code not in ignored])
 
 
 def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteReport]:
@@ -207,7 +207,7 @@ def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: 
     return Finding("nothing-guarded", place, problem + later, _SNIPPET)
 
 
-def _merge(findings: Sequence[Finding]) -> list[Finding]:
+def _merge_findings(findings: Sequence[Finding]) -> list[Finding]:
     """Merge findings with the same place and problem, and join their routes."""
     merged: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:

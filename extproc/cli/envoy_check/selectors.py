@@ -58,7 +58,6 @@ def _rank(domain: str, host: str) -> int:
 
 
 def _find_by_path(routes: Sequence[Route], methods: Sequence[str], aim: str | PathPattern) -> Iterator[Taken]:
-    """The routes for the paths of a prefix or pattern."""
     done: set[str] = set()  # virtual hosts in which a route takes all of these paths
     uncertain: dict[str, Route] = {}  # by virtual host, the first route that may take them
     for route in routes:

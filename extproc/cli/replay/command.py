@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from extproc.cli.commands import add_key_flag, add_policy_flag, count_many, print_warnings
+from extproc.cli.commands import add_key_flag, add_policy_flag, count, print_warnings
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
@@ -17,8 +17,6 @@ from extproc.logs import escape_controls
 from extproc.options import make_type, parse_integer, parse_seconds
 from extproc.policy.loader import PolicySet
 
-_REORDER_SECONDS = 5.0
-_MAX_ENTRIES = 1_000_000
 _STEP = 1_000
 """Requests between updates of the progress bar."""
 
@@ -33,14 +31,14 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reorder-seconds",
         type=make_type(parse_seconds(0, 86_400)),
-        default=_REORDER_SECONDS,
+        default=5.0,
         metavar="SECONDS",
         help="how late a line may be (default 5)",
     )
     parser.add_argument(
         "--max-entries",
         type=COUNT,
-        default=_MAX_ENTRIES,
+        default=1_000_000,
         metavar="N",
         help="maximum fingerprints in memory (default 1000000)",
     )
@@ -83,7 +81,7 @@ def show_bar(size: int | None) -> Iterator[Callable[..., object]]:
     """Show a progress bar for `size` bytes if stderr is a terminal; yields the function that advances it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
 
-    from extproc.cli.replay.table import make_console  # noqa: PLC0415  # same
+    from extproc.cli.tables import make_console  # noqa: PLC0415  # same
 
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -109,7 +107,7 @@ def _describe_nothing(logs: Logs) -> str:
     if not kinds:
         return "the log is empty"
     first = next(iter(kinds.values()))
-    told = [f"{count_many(problem.count, 'line')}: {PROBLEMS[kind]}" for kind, problem in kinds.items()]
+    told = [f"{count(problem.count, 'line')}: {PROBLEMS[kind]}" for kind, problem in kinds.items()]
     return escape_controls(f"{'; '.join(told)} (first: {first.places[0]})")
 
 
@@ -119,7 +117,7 @@ def print_lines(logs: Logs, evictions: int) -> None:
         severity = "note" if kind in HARMLESS else "warning"
         example = "".join([f": {name}" for name in problem.names][:1])
         places = ", ".join(map(str, problem.places))
-        told = f"{severity}: {count_many(problem.count, 'line')}: {PROBLEMS[kind]}{example} ({places})"
+        told = f"{severity}: {count(problem.count, 'line')}: {PROBLEMS[kind]}{example} ({places})"
         print(escape_controls(told), file=sys.stderr)
     if evictions:
         text = f"warning: {evictions:,} live fingerprints were dropped for lack of room, so counts may be too low"

@@ -50,8 +50,6 @@ class _Policy:
 
 
 class _Offender:
-    """A looping fingerprint of one tenant."""
-
     def __init__(self) -> None:
         self.count = 0
         self.actions: Counter[Action] = Counter()

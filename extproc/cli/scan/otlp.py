@@ -136,14 +136,14 @@ class Otlp(TranscriptReader):
             return bool(bytes(export.metrics))
         found: list[_Call] = []
         for scopes in [*(export.spans or ()), *(export.logs or ())]:
-            service = _open_all(scopes.resource.attributes if scopes.resource else None)
+            service = _convert_attributes(scopes.resource.attributes if scopes.resource else None)
             found += [
-                _Call(read_time(span.start), _open_all(span.attributes), span.events or (), span.trace or "", service)
+                _Call(read_time(span.start), _convert_attributes(span.attributes), span.events or (), span.trace or "", service)
                 for scope in scopes.spans or ()
                 for span in scope.spans or ()
             ]
             found += [
-                _Call(read_time(record.time), _open_all(record.attributes), (), record.trace or "", service)
+                _Call(read_time(record.time), _convert_attributes(record.attributes), (), record.trace or "", service)
                 for scope in scopes.logs or ()
                 for record in scope.records or ()
             ]
@@ -201,22 +201,21 @@ def _number(value: Any) -> Any:  # noqa: ANN401  # JSON
     return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value  # noqa: PLR2004  # digits of 64 bits
 
 
-def _open_all(attributes: Iterable[_Attributed] | None) -> dict[str, Any]:
-    return {each.key: _open_value(each.value, _DEEPEST) for each in attributes or ()}
+def _convert_attributes(attributes: Iterable[_Attributed] | None) -> dict[str, Any]:
+    return {each.key: _convert_any_value(each.value, _DEEPEST) for each in attributes or ()}
 
 
-def _open_value(value: Any, deeper: int) -> Any:  # noqa: ANN401  # JSON
-    """An AnyValue as plain JSON."""
+def _convert_any_value(value: Any, deeper: int) -> Any:  # noqa: ANN401  # JSON
     if not isinstance(value, dict) or not deeper:
         return value
     for kind, inner in value.items():
         if kind == "arrayValue" and isinstance(inner, dict):
             listed = inner.get("values")
-            return [_open_value(each, deeper - 1) for each in listed] if isinstance(listed, list) else []
+            return [_convert_any_value(each, deeper - 1) for each in listed] if isinstance(listed, list) else []
         if kind == "kvlistValue" and isinstance(inner, dict):
             pairs = inner.get("values")
             named = [pair for pair in pairs if isinstance(pair, dict)] if isinstance(pairs, list) else []
-            return {str(pair.get("key")): _open_value(pair.get("value"), deeper - 1) for pair in named}
+            return {str(pair.get("key")): _convert_any_value(pair.get("value"), deeper - 1) for pair in named}
         if kind.endswith("Value"):
             return inner
     return None
@@ -233,7 +232,6 @@ def _parse(value: Any) -> Any:  # noqa: ANN401  # JSON
 
 
 def _list_messages(attributes: Mapping[str, Any], events: Iterable[_Event]) -> list[dict[str, Any]]:
-    """The messages of a request as chat completions."""
     given = _parse(attributes.get(_INPUT))
     if isinstance(given, list):
         return [message for each in given if isinstance(each, dict) for message in _write_message(each)]
@@ -246,7 +244,7 @@ def _list_messages(attributes: Mapping[str, Any], events: Iterable[_Event]) -> l
         return [message for _, fields in sorted(numbered.items()) for message in _write_message(_join_numbered(fields))]
     messages = []
     for event in events:
-        named = _open_all(event.attributes)
+        named = _convert_attributes(event.attributes)
         if _INPUT in named:
             return _list_messages(named, ())
         match = _MESSAGE_EVENT.fullmatch(event.name or event.event_name or "")

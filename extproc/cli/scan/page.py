@@ -9,8 +9,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from extproc.cli.commands import write_number
 from extproc.cli.scan.report import GROUPS
-from extproc.cli.scan.show import list_problems, list_rows, list_steps, summarize, write_dollars, write_number, write_path
+from extproc.cli.scan.show import list_problems, list_rows, list_steps, summarize, write_dollars, write_path
 
 _ROWS = 50
 

@@ -36,9 +36,7 @@ WORDS: Final = {
 """Descriptions of loops by the detector's rule."""
 
 
-class _Sum:
-    """Totals of a group."""
-
+class _GroupTotals:
     def __init__(self) -> None:
         self.runs = self.looped = self.weak = self.loops = 0
         self.spent = self.after_note = self.after_stop = Spent()
@@ -90,9 +88,9 @@ class ScanReport:
         self.files = files
         self.bytes = size
         self._top = top
-        self._all = _Sum()
+        self._all = _GroupTotals()
         self._kinds: dict[str, int] = {}
-        self._groups: dict[str, dict[str, _Sum]] = {group: {} for group in GROUPS}
+        self._groups: dict[str, dict[str, _GroupTotals]] = {group: {} for group in GROUPS}
         self._worst: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = []  # as a heap
         self._kept: list[dict[str, Any]] = []
         self._known: set[int] = set()
@@ -161,13 +159,13 @@ class ScanReport:
             self._known.update(identity for identity in identities if identity)
         return copied
 
-    def _group(self, group: str, name: str) -> _Sum:
+    def _group(self, group: str, name: str) -> _GroupTotals:
         sums = self._groups[group]
         if name not in sums and len(sums) >= _MOST_GROUPS:
             name = OTHERS
-        return sums.setdefault(name, _Sum())
+        return sums.setdefault(name, _GroupTotals())
 
-    def _sort(self, group: str) -> list[tuple[str, _Sum]]:
+    def _sort(self, group: str) -> list[tuple[str, _GroupTotals]]:
         listed = sorted(self._groups[group].items())
         return listed if group == "day" else sorted(listed, key=lambda item: (-item[1].after_note.tokens, -item[1].looped))
 

@@ -119,9 +119,9 @@ class FollowedRequests:
             raise UnknownLineError(unread or why.reason, "unread") from None
         if place is None or len(messages) != len(speakers):
             raise UnknownLineError(unread or "messages that cannot be told apart", "unread")
-        turns = _split(messages, speakers)
+        turns = _split_turns(messages, speakers)
         answered = next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT  # not a request
-        followed = self._find(place)
+        followed = self._find_conversation(place)
         if followed is None:
             followed = self._begin(about, conversation)
             known = any(node in self._nodes for node in (place.node, *place.parents))
@@ -153,8 +153,7 @@ class FollowedRequests:
         for followed in self._open.values():
             followed.run.close()
 
-    def _find(self, place: ChainPlace) -> _Followed | None:
-        """The conversation that a request continues or repeats."""
+    def _find_conversation(self, place: ChainPlace) -> _Followed | None:
         near, far = place.parents[: place.near], place.parents[place.near :]
         found = self._find_at(*near, place.node)
         if found is not None or any(parent in self._nodes for parent in near):
@@ -230,7 +229,7 @@ class Requests(TranscriptReader):
         try:
             self._followed.take(body, ModelCall(place, time, cut_name(model), usage, estimated), about)
         except UnknownLineError as unknown:
-            keys = _list_keys(body) if unknown.name == NO_MESSAGES else ""
+            keys = _list_first_keys(body) if unknown.name == NO_MESSAGES else ""
             if not keys:
                 raise
             self._runs.pass_over(self.kind, unknown, place)
@@ -277,8 +276,7 @@ def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
         return [b""]
 
 
-def _list_keys(body: bytes) -> str:
-    """The keys of a body's first message, for a report; empty if there is none."""
+def _list_first_keys(body: bytes) -> str:
     try:
         values = _values.decode(body)
         listed = [_list.decode(values[key]) for key in _HEADS if bytes(values.get(key, b"")).startswith(b"[")]
@@ -327,7 +325,7 @@ def _list_foreign_keys(message: bytes) -> list[str]:
     return [key for key, value in values.items() if key not in _BESIDE and _OBJECTS.match(bytes(value))]
 
 
-def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:
+def _split_turns(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:
     """The turns of a history: an answer and the messages after it; thoughts begin an answer."""
     turns: list[_Turn] = []
     answering = False

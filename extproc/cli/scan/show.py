@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.text import Text
 
-from extproc.cli.commands import count_many
-from extproc.cli.replay.table import make_console, print_rows
+from extproc.cli.commands import count, write_number
 from extproc.cli.scan.limits import PERCENTS
 from extproc.cli.scan.report import GROUPS
+from extproc.cli.tables import make_console, print_rows
 from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.row_states import write_age
 
@@ -47,7 +47,7 @@ def print_limits(limits: Mapping[str, Any]) -> None:
     title = "What this share of the sessions took at most, with their sub-agents"
     print_rows(make_console(), title, ("", *[f"#{column}" for column in columns]), rows)
     if limits["session_limits"]:
-        told = f"{limits['stopped']:,} of {count_many(limits['without_loop'], 'session')} without a loop"
+        told = f"{limits['stopped']:,} of {count(limits['without_loop'], 'session')} without a loop"
         print(f"\nThese limits would have stopped {told}; each alone, at most 1%:\n")
         print(write_json({"session_limits": limits["session_limits"]}, indent=2))
 
@@ -77,13 +77,13 @@ def list_rows(document: Mapping[str, Any], group: str, most: int) -> list[Mappin
 
 def summarize(document: Mapping[str, Any]) -> list[str]:
     calls, size = document["spent"]["calls"], write_size(document["bytes"])
-    told = count_many(document["conversations"], "conversation")
+    told = count(document["conversations"], "conversation")
     lines = [f"{document['looped']:,} of {told} looped." if document["conversations"] else "No conversation was understood."]
     for kind, noun, what in (("unread", "call", "cannot be judged"), ("unknown", "value", "not understood")):
         unread = document["problems"].get(kind)
         if unread is not None:
             were = "" if kind == "unread" else "was " if unread["count"] == 1 else "were "
-            lines.append(f"{count_many(unread['count'], noun)} {were}{what}: {', '.join(unread['names'])}.")
+            lines.append(f"{count(unread['count'], noun)} {were}{what}: {', '.join(unread['names'])}.")
     if document["loops"]:
         whole = document["spent"]["tokens"]
         parts = [(write_spent(document[after]), document[after]["tokens"]) for after in ("after_stop", "after_note")]
@@ -94,14 +94,14 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
             note = "its note at the third"
         lines.append(f"If the agents had followed {note}, it would have saved {noted}.")
     if document["only_noted"]:
-        noted = count_many(document["only_noted"], "conversation")
+        noted = count(document["only_noted"], "conversation")
         lines.append(f"In {noted}, short results without an error were repeated: these would get a note, and no stop.")
-    read = f"Read {size} in {count_many(document['files'], 'file')}: {count_many(calls, 'model call')}"
+    read = f"Read {size} in {count(document['files'], 'file')}: {count(calls, 'model call')}"
     formats = ", ".join(f"{name} {number:,}" for name, number in document["formats"].items())
     span = f", {document['first'][:10]} to {document['last'][:10]}" if document["first"] else ""
     lines.append(f"{read}{f' ({formats})' if formats else ''}{span}.")
     if document["copies"]:
-        lines.append(f"{count_many(document['copies'], 'call')} in continued or forked sessions are copies, and count once.")
+        lines.append(f"{count(document['copies'], 'call')} in continued or forked sessions are copies, and count once.")
     if document["estimated"]:
         lines.append("Some tokens are estimated from bytes, because a log does not have them.")
     unpriced = document["spent"]["unpriced_tokens"]
@@ -141,14 +141,14 @@ def list_problems(problems: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for found in problems.values():
         severity = "note" if found["harmless"] else "warning"
         names = ", ".join(f"{name} ({number:,})" for name, number in list(found["names"].items())[:_ROWS])
-        told = f"{severity}: {count_many(found['count'], 'item')}: {found['what']}{f': {names}' if names else ''}"
+        told = f"{severity}: {count(found['count'], 'item')}: {found['what']}{f': {names}' if names else ''}"
         lines.append(f"{told} ({', '.join(found['first'])})")
     return lines
 
 
 def write_spent(spent: Mapping[str, Any]) -> str:
     dollars = "" if not spent["dollars"] else f", {write_dollars(spent['dollars'])}"
-    return f"{count_many(spent['calls'], 'call')}, {write_number(spent['tokens'])} tokens{dollars}"
+    return f"{count(spent['calls'], 'call')}, {write_number(spent['tokens'])} tokens{dollars}"
 
 
 def write_dollars(dollars: float | None) -> str:
@@ -158,11 +158,6 @@ def write_dollars(dollars: float | None) -> str:
     if dollars >= _WHOLE:
         return f"${dollars:,.0f}"
     return f"${dollars:,.2f}" if dollars >= _HALF_A_CENT or not dollars else "< $0.01"
-
-
-def write_number(number: int) -> str:
-    """A number with three digits and a unit."""
-    return next((f"{number / unit:.3g}{letter}" for unit, letter in _UNITS if number >= unit), str(number))
 
 
 def write_path(path: str) -> str:

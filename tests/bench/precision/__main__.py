@@ -35,7 +35,7 @@ from extproc.cli.packed import FilePlace
 from extproc.cli.replay.command import compile_policies
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import UnusableError
-from extproc.cli.replay.table import add_row, make_console, make_table, print_table
+from extproc.cli.tables import make_console, print_rows
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
@@ -108,10 +108,8 @@ def _judge_file(precision: Precision, path: Path) -> list[str]:
 
 
 def _print_tables(document: dict[str, Any], by_kind: Sequence[Any]) -> None:
-
     console = make_console()
-    columns = ("#loops found", "#others", "#too early", "#successes", "#turns", "#spared")
-    table = make_table("setting", "", *columns)
+    rows: list[Sequence[object]] = []
     for setting in document["settings"]:
         for level in LEVELS:
             found = setting[level.replace(" ", "_")]
@@ -120,20 +118,24 @@ def _print_tables(document: dict[str, Any], by_kind: Sequence[Any]) -> None:
             name = f"{setting['policy']}/{setting['detector']}" if level == LEVELS[0] else ""
             shares = _write_share(found["loops"]), _write_share(found["others"])
             cells = (*shares, found["early"], _write_share(found["successes"]), turns, spared if level == LEVELS[1] else "")
-            add_row(table, name, level, *cells)
+            rows.append((name, level, *cells))
     about = ", ".join([count(document["loops"], "loop"), count(document["others"], "other"), f"{document['unclear']} unclear"])
-    print_table(console, f"{count(document['conversations'], 'conversation')}: {about} (shares, with 95% intervals)", table)
-    uncounted = [(setting, item) for setting in document["settings"] for item in setting["uncounted"].items()]
-    if uncounted:
-        table = make_table("setting", "reason", "#requests")
-        for setting, (reason, requests) in uncounted:
-            add_row(table, f"{setting['policy']}/{setting['detector']}", reason, requests)
-        print_table(console, "Not counted", table)
+    title = f"{count(document['conversations'], 'conversation')}: {about} (shares, with 95% intervals)"
+    columns = ("#loops found", "#others", "#too early", "#successes", "#turns", "#spared")
+    print_rows(console, title, ("setting", "", *columns), rows)
+    rows = [
+        (f"{setting['policy']}/{setting['detector']}", reason, requests)
+        for setting in document["settings"]
+        for reason, requests in setting["uncounted"].items()
+    ]
+    print_rows(console, "Not counted", ("setting", "reason", "#requests"), rows)
     if by_kind:
-        table = make_table("kind", "label", "#conversations", *(f"#{each.policy}/{each.detector}" for each in by_kind))
-        for kind, label, conversations, found in list_kinds(by_kind):
-            add_row(table, kind, label, conversations, *(f"{acted}, {refused} refused" for acted, refused in found))
-        print_table(console, "Acted on and refused, by kind", table)
+        names = [f"#{each.policy}/{each.detector}" for each in by_kind]
+        rows = [
+            (kind, label, conversations, *(f"{acted}, {refused} refused" for acted, refused in found))
+            for kind, label, conversations, found in list_kinds(by_kind)
+        ]
+        print_rows(console, "Acted on and refused, by kind", ("kind", "label", "#conversations", *names), rows)
 
 
 def _write_share(share: dict[str, Any]) -> str:

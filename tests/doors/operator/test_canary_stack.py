@@ -89,6 +89,8 @@ def test_canary_status_prints_verdict_reasons_and_examples(
     assert re.search(rf"new +2 +GET +{re.escape(ODD)} +[0-9a-f]{{16}} +default", out)
     assert "SECRET" not in out
     assert "\x1b" not in out
+    every = Run(capsys, "canary", "status", "--admin", one.loopguard.admin_url).out
+    assert every.count("only the candidate acts") == every.count(", canary of live") == 2
 
 
 def test_policy_without_canary_lists_the_canaries(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:

@@ -674,14 +674,14 @@ def test_unreadable_file_is_a_one_line_error(text: str, told: str, tmp_path: Pat
         (["/no/such/file"], "/no/such/file: No such file or directory"),
         (["--admin", "127.0.0.1:9901"], "--admin must be a URL, such as http://127.0.0.1:9901"),
         (["--admin", "http://127.0.0.1:1"], "no Envoy answered with its configuration"),
-        (["x", "--uploads", "10MiB"], "--uploads: must be a number of bytes, not '10MiB'"),
+        (["x", "--uploads", "10MiB"], "--uploads: must be a number from 0, not '10MiB'"),
         (
             ["x", "--ignore", "retries", "--ignore", "retry"],
             "--ignore retry is neither a finding nor a request; known: alias, answers, attributes, ",
         ),
         (["--probe", "example.com/a"], "--probe must be http(s)://HOST[:PORT][/PATH], not 'example.com/a'"),
         (["--probe", "http://a b/"], "--probe must be"),
-        (["--probe", "http://a/", "-H", "x"], "--header must be 'NAME: VALUE', not 'x'"),
+        (["--probe", "http://a/", "-H", "x"], "-H must be 'NAME: VALUE', not 'x'"),
         (["--probe", "http://a/", "--loopguard", "http://127.0.0.1:1"], "set --loopguard to a running server"),
     ],
 )

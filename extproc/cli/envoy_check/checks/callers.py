@@ -32,8 +32,8 @@ def check_caller_headers(guard: Guard) -> Iterator[Finding]:
     wanted = guard.needs.list_headers()
     rules = guard.filter.config.get("forward_rules")
     allowed, withheld = rules.get("allowed_headers"), rules.get("disallowed_headers")
-    sent = {name: _matches(allowed, name) if allowed.is_there else True for name in wanted}
-    kept_back = {name: _matches(withheld, name) for name in wanted}
+    sent = {name: _matches_any(allowed, name) if allowed.is_there else True for name in wanted}
+    kept_back = {name: _matches_any(withheld, name) for name in wanted}
     hidden = [name for name in wanted if sent[name] is False or kept_back[name]]
     unknown = [name for name in wanted if name not in hidden and None in (sent[name], kept_back[name])]
     if unknown:
@@ -52,7 +52,7 @@ def check_caller_headers(guard: Guard) -> Iterator[Finding]:
                 yield Finding("caller-headers", provider.get("forward"), problem, "forward: true, or jwt: limit keys")
 
 
-def _matches(patterns: ConfigPlace, name: str) -> bool | None:
+def _matches_any(patterns: ConfigPlace, name: str) -> bool | None:
     """Whether one of a list of StringMatchers matches a header's name; None if unknown."""
     answers = [_match(pattern, name) for pattern in patterns.get("patterns").items()]
     return True if True in answers else None if None in answers else False
@@ -78,7 +78,7 @@ def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
     """A client that Envoy treats as internal can make it send one counted request many times."""
     place = guard.manager.place.get("internal_address_config")
     version = guard.manager.resources.version
-    if _list_removed(guard).issuperset(_MULTIPLIERS):
+    if _list_removed_headers(guard).issuperset(_MULTIPLIERS):
         return
     ranges = [item.get("address_prefix").text() for item in place.get("cidr_ranges").items()]
     multiplies = "can make Envoy send one counted request many times, with x-envoy-retry-on and x-envoy-max-retries"
@@ -92,7 +92,7 @@ def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
 
 def check_marks(guard: Guard) -> Iterator[Finding]:
     """Clients must not be able to send Loopguard's own headers."""
-    missing = [name for name in MARKS if name not in _list_removed(guard)]
+    missing = [name for name in MARKS if name not in _list_removed_headers(guard)]
     if missing and not guard.observes:
         place = guard.manager.place.get("early_header_mutation_extensions")
         problem = f"a client can send {' and '.join(missing)} itself, and the upstream cannot tell it from Loopguard's"
@@ -101,8 +101,7 @@ def check_marks(guard: Guard) -> Iterator[Finding]:
         yield Finding("forged-marks", place, problem, right)
 
 
-def _list_removed(guard: Guard) -> set[str]:
-    """Request headers that are removed before the filter."""
+def _list_removed_headers(guard: Guard) -> set[str]:
     found: set[str] = set()
     for extension in guard.manager.place.get("early_header_mutation_extensions").items():
         found.update(_list_removals(extension.get("typed_config").message()[1].get("mutations")))

@@ -126,7 +126,7 @@ def check_matchers(guard: Guard) -> Iterator[Finding]:
     for place, routes in places:
         if not any(inner.message()[0].endswith(".SkipFilter") for inner in place.walk()):
             continue
-        sent = _list_inputs(place)
+        sent = _list_matcher_inputs(place)
         if sent == [":path"] and _shows_apis(place):
             others = [identity for identity, selector in guard.needs.selectors if selector.apis is None]
             if others:
@@ -152,8 +152,7 @@ def _shows_apis(matcher: ConfigPlace) -> bool:
     return shown >= {write_header_regex(name) for name in API_NAMES}
 
 
-def _list_inputs(matcher: ConfigPlace) -> list[str]:
-    """The headers and query parameters that a matcher reads."""
+def _list_matcher_inputs(matcher: ConfigPlace) -> list[str]:
     found: dict[str, None] = {}
     for place in matcher.walk():
         kind = place.message()[0]
@@ -203,16 +202,16 @@ def _find_target(route: Route) -> tuple[ConfigPlace, PathPattern | None]:
         first = read_regex(regex)
         if not (regex.startswith("^") or (first.literal and own.literal.startswith(first.literal))):
             return place, PathPattern("", None)  # may replace any part of the path
-        return place, _read_head(_GROUP.split(place.get("substitution").text(), maxsplit=1))
+        return place, _read_prefix(_GROUP.split(place.get("substitution").text(), maxsplit=1))
     place = action.get("path_rewrite_policy")
     if place.is_there:
         text = place.get("typed_config").message()[1].get("path_template_rewrite").text()
-        return place, _read_head(text.split("{", maxsplit=1))
+        return place, _read_prefix(text.split("{", maxsplit=1))
     place = action.get("path_rewrite")
-    return place, _read_head(place.text().split("%", maxsplit=1)) if place.is_there else None
+    return place, _read_prefix(place.text().split("%", maxsplit=1)) if place.is_there else None
 
 
-def _read_head(parts: list[str]) -> PathPattern:
+def _read_prefix(parts: list[str]) -> PathPattern:
     """The paths that begin with the text before the first group or variable."""
     return PathPattern(parts[0], ANYTHING if len(parts[0]) > 1 else None)
 
