@@ -171,11 +171,13 @@ _BUDGET: Final = Script("budget", _read_takes)
 def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> ScriptCall:
     """Take from a budget, or settle; `joined`: in one group with the call before; `now` as in `count_call`."""
     if take.arguments and now is None and not joined:  # usually
-        return ScriptCall(_BUDGET, take, take.arguments)
+        return ScriptCall(_BUDGET, take, take.arguments, weight=1)
     moment = SERVER_CLOCK if now is None else now
     if take.marker:
-        return ScriptCall(_BUDGET, take, list_arguments(take, MARKED, moment), 0, (take.marker,))
-    return ScriptCall(_BUDGET, take, list_arguments(take, JOINED if joined else ALONE, moment))
+        return ScriptCall(_BUDGET, take, list_arguments(take, MARKED, moment), 0, (take.marker,), 1)
+    if joined:  # weighs nothing, so that no group is divided between scripts
+        return ScriptCall(_BUDGET, take, list_arguments(take, JOINED, moment))
+    return ScriptCall(_BUDGET, take, list_arguments(take, ALONE, moment), weight=1)
 
 
 _TAKE_BACK = Script("take_back", partial(_read_each, lambda _: UNCOUNTED))

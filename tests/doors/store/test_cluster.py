@@ -46,7 +46,6 @@ def three() -> Iterator[list[Server]]:
 
 
 def find_slot(tag: str) -> int:
-    """A cluster's hash slot for a tag."""
     return key_slot(tag.encode())
 
 
@@ -58,7 +57,6 @@ def name_keys(number: int, node: int) -> list[str]:
 
 
 def ask(driver: Driver, asked: Sequence[Any]) -> Any:  # noqa: ANN401  # answers or the error
-    """What a request is answered; keys have their digits already."""
     try:
         return driver.settled(lambda store: store.hit(asked))
     except StoreError as error:
@@ -66,7 +64,6 @@ def ask(driver: Driver, asked: Sequence[Any]) -> Any:  # noqa: ANN401  # answers
 
 
 def count_each(driver: Driver, keys: list[str]) -> list[int | str]:
-    """The counts, each asked for alone, or kinds of errors."""
     found: list[int | str] = []
     for key in keys:
         answer = ask(driver, [make_hit(key=driver.name(key), window_ms=600_000, threshold=100)])
@@ -75,7 +72,6 @@ def count_each(driver: Driver, keys: list[str]) -> list[int | str]:
 
 
 def test_tags_spread_evenly() -> None:
-    """Each hash tag's slot lies in a share of the slots of its own."""
     assert sorted(find_slot(tag) * TAGS // SLOTS for tag in spread_tags(TAGS)) == list(range(TAGS))
 
 
@@ -96,7 +92,7 @@ def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> No
         assert sum(node.commands()["evalsha"] for node in six[:3]) - before <= TAGS
 
 
-def test_an_acl_user_of_a_cluster_with_the_least_rights(six: list[Server]) -> None:
+def test_a_cluster_user_with_the_least_rights_is_enough(six: list[Server]) -> None:
     """A cluster asks for one more right than a single server does: to ask who has which slots."""
     for node in six:
         node.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split(), "+cluster|slots")
@@ -182,10 +178,7 @@ def trouble(driver: Driver, broken: Server, kind: str = "hung", lost: Sequence[s
 
 
 @pytest.mark.parametrize("kind", SHARD_TROUBLES)
-def test_a_shard_that_is_away_takes_its_own_keys_alone_with_it(
-    three: list[Server], kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those of the other primaries are counted as before, without one error; log, health and metrics name the shard."""
+def test_a_shard_that_is_away_loses_only_its_keys(three: list[Server], kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "loopguard")
     lost, *others = [name_keys(20, node) for node in (1, 0, 2)]
     kept = [key for keys in others for key in keys]
@@ -209,8 +202,7 @@ def test_a_shard_that_is_away_takes_its_own_keys_alone_with_it(
     ]
 
 
-def test_a_request_of_several_shards_is_told_what_the_others_have_counted(three: list[Server]) -> None:
-    """Its counts of shards that are there, and which ones lack; nothing is counted twice for that."""
+def test_a_request_gets_the_counts_of_healthy_shards(three: list[Server]) -> None:
     hits = [make_hit(key=f"several:{name_keys(1, node)[0]}", window_ms=600_000, threshold=100) for node in range(3)]
     with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
         ask(driver, hits)
@@ -224,7 +216,7 @@ def test_a_request_of_several_shards_is_told_what_the_others_have_counted(three:
     assert type(alone) is StoreError
 
 
-def test_where_such_requests_are_refused_nothing_of_them_is_counted(three: list[Server]) -> None:
+def test_reject_counts_nothing_of_a_refused_request(three: list[Server]) -> None:
     """With `reject`, a request that will be refused for one shard leaves no count on another; a settlement is no request."""
     keys = [name_keys(1, node)[0] for node in range(2)]
     hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
@@ -243,7 +235,6 @@ def test_where_such_requests_are_refused_nothing_of_them_is_counted(three: list[
 
 
 def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> None:
-    """What operators ask is refused at once where its shard is away, and holds up nothing that lies on another."""
     tags = spread_tags(TAGS)
     names = {find_slot(tags[zlib.crc32(name.encode()) % TAGS]) * 3 // SLOTS: name for name in map(str, range(100))}
     with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
@@ -261,7 +252,6 @@ def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> Non
 
 
 def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a node that says who has what, everything is away at once; each shard is tried once they are known."""
     caplog.set_level(logging.INFO, "loopguard")
     with server() as gone:
         pass
@@ -272,8 +262,7 @@ def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureF
     assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
 
 
-def test_a_server_of_a_cluster_is_not_a_single_one(six: list[Server]) -> None:
-    """`redis://` on a node of a cluster says which scheme is right."""
+def test_a_cluster_node_is_no_single_server(six: list[Server]) -> None:
     with Driver(f"redis://{six[0].address}") as driver:
         count_each(driver, [f"{number}:{number:02x}" for number in range(TAGS)])
 
@@ -305,7 +294,6 @@ def test_after_a_failover_the_replica_counts_on() -> None:
 
 
 def test_sentinels_name_the_primary_and_its_successor() -> None:
-    """The store counts on the primary that Sentinels name, and after a failover on the one that took over."""
     with sentinels() as (watchers, primary, replica):
         watchers[0].kill()
         hosts = ",".join(watcher.address for watcher in watchers)

@@ -20,13 +20,11 @@ BUDGET = {"id": "money", "spec": {"selector": {"pathPrefix": "/"}, "mode": "enfo
 
 
 def list_findings(guard: Loopguard, reason: str) -> list[str]:
-    """The levels of the findings with a reason."""
     found = guard.ask("/coverage")["findings"]
     return [each["level"] for each in found if each["reason"] == reason]
 
 
 def test_an_emptied_store_is_told_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the log, an event, a metric, the page and doctor; the mark has no end, and is put back."""
     write_policies(tmp_path, bundle(BUDGET))
     events = tmp_path / "events.jsonl"
     with server() as one:
@@ -63,7 +61,6 @@ KEPT: dict[str, tuple[list[str], str, list[str]]] = {
 
 @pytest.mark.parametrize("case", KEPT)
 def test_doctor_asks_whether_the_store_keeps_anything(tmp_path: Path, case: str) -> None:
-    """Where its user may not ask, it is told so, and nothing else depends on it."""
     arguments, command, levels = KEPT[case]
     with server(*arguments) as one:
         one.client().execute_command(*command.split())

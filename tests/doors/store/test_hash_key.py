@@ -28,14 +28,11 @@ SECRET = bytes(range(32))
 
 
 class SharedStore:
-    """As much of a store as is asked here: it keeps what it is given first, where it is not away."""
-
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
         self.error: Exception | None = None
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
-        """Keep or fail."""
         if self.error is not None:
             raise self.error
         return self.kept.setdefault(name, secret)
@@ -45,7 +42,6 @@ class SharedStore:
 
 
 def test_a_key_file_gives_all_the_same_key(tmp_path: Path) -> None:
-    """Raw bytes or text, with or without a line end; another file is another key, and no file a key of one's own."""
     contents = [SECRET, SECRET.hex().encode(), SECRET.hex().encode() + b"\n", SECRET.hex().encode() + b"\r\n", bytes(32)]
     keys = []
     for number, content in enumerate(contents):
@@ -69,7 +65,6 @@ def test_a_key_file_gives_all_the_same_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_without_a_key_is_a_usage_error(tmp_path: Path, content: bytes | None, told: str) -> None:
-    """It names the flag and the file, and what would be right."""
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
@@ -81,7 +76,6 @@ def test_a_file_without_a_key_is_a_usage_error(tmp_path: Path, content: bytes | 
 
 
 def test_the_key_is_not_shown() -> None:
-    """Nothing that prints or logs the object prints what is in it."""
     shown = f"{HashKey(SECRET)!r} {HashKey(SECRET)}"
 
     assert SECRET.hex() not in shown
@@ -89,7 +83,6 @@ def test_the_key_is_not_shown() -> None:
 
 
 def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
-    """Whatever else is hashed with the key, the hash is never a valid mark."""
     hashes = [HashKey(SECRET).start(purpose, 8).hexdigest() for purpose in (b"note", b"other")]
 
     assert hashes[0] != hashes[1]
@@ -99,14 +92,12 @@ def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
 
 
 def share(key: HashKey, store: SharedStore) -> KeySharing:
-    """A replica's part in it, asked once."""
     sharing = KeySharing(key, cast("Store", store))
     asyncio.run(sharing.refresh())
     return sharing
 
 
-def test_the_first_replica_gives_its_key_and_the_others_take_it() -> None:
-    """Those that start later."""
+def test_replicas_take_the_key_of_the_first() -> None:
     first, second, store = HashKey(), HashKey(), SharedStore()
     given = first.secret
 
@@ -116,8 +107,7 @@ def test_the_first_replica_gives_its_key_and_the_others_take_it() -> None:
     assert first.secret == second.secret == given
 
 
-def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Meanwhile the process uses a key of its own; it says when that ends."""
+def test_an_unavailable_store_is_reported_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "loopguard")
     key, store = HashKey(), SharedStore()
     own = key.secret
@@ -139,7 +129,6 @@ def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.Log
 
 @pytest.mark.parametrize("error", [StoreError("down", kind="connection"), ValueError()])
 def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    """While the store is away nothing changes; where it has forgotten the key, a replica puts the same one back."""
     key, later, store = HashKey(), HashKey(), SharedStore()
     given = key.secret
 
@@ -161,7 +150,6 @@ def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCapt
 
 
 def start(folder: Path, name: str, *arguments: str) -> Loopguard:
-    """A server of its own folder."""
     below = folder / name
     below.mkdir()
     write_policies(below, bundle(policy("p", {"pathPrefix": "/"})))
@@ -170,7 +158,6 @@ def start(folder: Path, name: str, *arguments: str) -> Loopguard:
 
 @pytest.mark.parametrize("scheme", ["redis", "unix"])
 def test_servers_on_one_store_have_one_key(tmp_path: Path, scheme: str) -> None:
-    """Made once, with no end; the key shows nowhere in what they print or tell."""
     with server() as one:
         url = f"redis://{one.address}" if scheme == "redis" else f"unix://{one.socket}"
         guards = [start(tmp_path, name, "--store", url, "--log-level", "debug") for name in ("a", "b")]
@@ -190,7 +177,6 @@ def test_servers_on_one_store_have_one_key(tmp_path: Path, scheme: str) -> None:
 
 
 def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
-    """If another program has written to the key, each process uses a key of its own and logs it."""
     with server() as one:
         one.client().set("loopguard:secret:hash:1", "short")
         guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
@@ -206,7 +192,6 @@ def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
 
 
 def noted_bodies(key: HashKey) -> list[bytes]:
-    """The same request three times, once with a note in it."""
     note = frame_note("Loop detected.", Marks(key, ["x-user-id=ann"], hash_words("go")))
     noted = json.loads(rb'"no such file\n\n%b"' % note)
     return [looping(1), looping(1, result=noted), looping(1)]
@@ -214,7 +199,6 @@ def noted_bodies(key: HashKey) -> list[bytes]:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool) -> None:
-    """With the servers' key `explain` and `replay` compare requests as the servers do; without it a note counts as content."""
     (tmp_path / "key").write_bytes(SECRET)
     policies = tmp_path / "p.json"
     policies.write_text(json.dumps(bundle(policy("p", ANY, similarity="canonical", **USER))))
@@ -242,7 +226,6 @@ def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_a_command_without_its_key_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
-    """One line says which file is missing."""
     policies = tmp_path / "p.json"
     policies.write_text(json.dumps(bundle(policy("p", ANY, **USER))))
 

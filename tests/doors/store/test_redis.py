@@ -56,14 +56,12 @@ LONG = make_hit(window_ms=600_000)
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[Server]:
-    """One server for all tests that leave it as it was."""
     with server() as made:
         yield made
 
 
 @pytest.fixture(params=CLIENTS)
 def client(request: pytest.FixtureRequest) -> str:
-    """The option of the URL that chooses who talks to the server: Loopguard's own exchange, or redis-py."""
     chosen: str = request.param
     return chosen
 
@@ -82,14 +80,13 @@ def either(one: Server, client: str) -> Iterator[Driver]:
 
 
 def find_keys(driver: Driver, one: Server) -> list[bytes]:
-    """The keys of a driver on its server."""
     return list(one.client().scan_iter(f"*{driver.name('')}*"))
 
 
 # --- URLs, users and passwords
 
 
-def test_the_urls_and_the_rights_that_the_docs_name_are_good() -> None:
+def test_urls_and_rights_of_the_docs_are_valid() -> None:
     """Every store URL of the table opens, and its ACL rule is the one that is tested."""
     page = (ROOT / "docs" / "operations.md").read_text()
     urls = re.findall(r"`((?:redis|unix)[+a-z]*://[0-9/][^`]*)`", page)
@@ -120,7 +117,6 @@ def test_keys_have_the_prefix_and_database_of_their_url(one: Server, url: str, d
 
 
 def test_options_of_the_url_are_redis_py_s(one: Server, client: str) -> None:
-    """They reach the connection by their names there, also on the hot path."""
     with Driver(
         f"redis://{one.address}?{client.strip('?')}&protocol=3&client_name=loops&db=1&socket_connect_timeout=1"
     ) as driver:
@@ -133,8 +129,7 @@ def test_options_of_the_url_are_redis_py_s(one: Server, client: str) -> None:
         assert driver.read(BOARDS, driver.name("board")) == {"a": b"x"}
 
 
-def test_a_user_who_may_run_no_scripts_is_told_so(one: Server, client: str) -> None:
-    """The error names the missing right, and the login is not in question."""
+def test_a_user_without_eval_gets_a_clear_error(one: Server, client: str) -> None:
     one.client().execute_command("ACL", "SETUSER", "mute", "on", f">{SECRET}", *ACL.split(), "-eval", "-evalsha")
 
     with Driver(f"redis://mute:{SECRET}@{one.address}{client}") as driver:
@@ -196,7 +191,6 @@ ready = Rotating()
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module with credential providers."""
     (tmp_path / "lg_providers.py").write_text(PROVIDERS)
     (tmp_path / "lg_broken.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
@@ -249,7 +243,6 @@ def test_a_refused_login_never_shows_what_was_sent() -> None:
 def test_a_credential_provider_that_fails_is_a_failed_login(
     module: str, name: str, what: str, one: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever a provider raises or returns is an error of kind auth that repeats none of it."""
     with Driver(f"redis://{one.address}?credential_provider={module}:{name}") as driver:
         assert driver.metric("store_errors_total", kind="auth") >= 1
         assert driver.store.health() == f"unavailable: credential provider {module}:{name} {what}"
@@ -273,8 +266,7 @@ FORM = "it takes MODULE:NAME, a redis.CredentialProvider, or a function without 
     ],
 )
 @pytest.mark.usefixtures("module")
-def test_a_credential_provider_that_cannot_be_used_says_what_would_be_right(name: str, why: str) -> None:
-    """A wrong name or factory is a usage error at the start that says what was tried."""
+def test_an_invalid_credential_provider_is_explained(name: str, why: str) -> None:
     with pytest.raises(UsageError) as error:
         open_store(f"redis://a?credential_provider={name}", Metrics())
 
@@ -345,7 +337,6 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
 
 
 def test_replies_in_any_pieces(one: Server) -> None:
-    """A server whose answers come byte by byte is understood."""
     with relay(one, pieces=1) as address, Driver(f"redis://{address}/2") as driver:
         assert [driver.count([make_hit(kind, key=kind) for kind in WINDOW_TYPES])[0].count for _ in range(2)] == [1, 2]
 
@@ -427,7 +418,6 @@ RUBBISH = {
     ],
 )
 def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A nonsense answer of a server is never believed, kept, waited for or logged in more than one line."""
     with impostor(RUBBISH[rubbish]) as address, Driver(form.format(address)) as driver:
         health = driver.store.health()
         error = driver.refuse()
@@ -445,7 +435,6 @@ def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str,
     "greeting", [b"SSH-2.0-OpenSSH_9.6\r\n", b"+OK POP3 ready\r\n", b"220 mail ESMTP\r\n", b"-ERR go away\r\n"]
 )
 def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
-    """The banner of another protocol is no answer, not even where it begins as one."""
     with impostor(RIGHT, greeting) as address, Driver(f"redis://{address}") as driver:
         assert driver.store.health().startswith("unavailable: ")
 
@@ -455,7 +444,6 @@ def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
     [(b"$9999999999\r\n", b"x"), (b"-", b"x"), (b":", b"1"), (b"*400000\r\n", b"*1\r\n"), (b"", b"*1\r\n"), (b"", b":1\r\n")],
 )
 def test_an_endless_answer_is_cut_off(start: bytes, rest: bytes) -> None:
-    """A server that never stops answering is hung up on after a few megabytes, whatever time it is given."""
     sent = []
 
     def serve(client: socket.socket) -> None:
@@ -472,12 +460,10 @@ def test_an_endless_answer_is_cut_off(start: bytes, rest: bytes) -> None:
 
 
 def ask_ring(driver: Driver) -> object:
-    """The entries of a ring that the server answers oddly."""
     return driver.push([make_push("a", key="odd")])
 
 
 def ask_session(driver: Driver) -> object:
-    """The standing of a session that the server answers oddly."""
     return driver.account([make_step(1, NO_LIMITS, key="odd:7f")])
 
 
@@ -498,7 +484,6 @@ MALFORMED: dict[str, tuple[Callable[[Driver], object], bytes]] = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_a_malformed_value_is_no_answer(one: Server, case: str) -> None:
-    """What cannot be a ring or a standing is not read as one."""
     ask, value = MALFORMED[case]
     reply = b"*1\r\n$%d\r\n%s\r\n" % (len(value), value)
     with (
@@ -513,7 +498,6 @@ def test_a_malformed_value_is_no_answer(one: Server, case: str) -> None:
 
 @pytest.mark.parametrize("rubbish", [b":1\r\n", b"*1\r\n:1\r\n", b"*2\r\n$1\r\n1\r\n$-1\r\n"])
 def test_a_malformed_list_of_orders_is_no_answer(one: Server, rubbish: bytes) -> None:
-    """Any reply that is not a list of orders raises a StoreError that says so."""
     with (
         altered(one, lambda asked, answer: rubbish if b":odd:" in asked else answer) as address,
         Driver(f"redis://{address}") as driver,
@@ -525,8 +509,7 @@ def test_a_malformed_list_of_orders_is_no_answer(one: Server, rubbish: bytes) ->
         assert driver.store.health() == "ok"
 
 
-def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
-    """Once the same address answers as a server does, the store is well again."""
+def test_a_store_that_answers_correctly_again_is_used(one: Server) -> None:
     sane = Event()
     with (
         altered(one, lambda _, answer: answer if sane.is_set() else b"*1000000000\r\n") as address,
@@ -539,7 +522,7 @@ def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
         assert driver.count([make_hit()])[0].count == 1
 
 
-def test_a_server_that_knows_no_users_is_given_the_password_alone(one: Server) -> None:
+def test_an_old_server_gets_the_password_alone(one: Server) -> None:
     """Before Redis 6 AUTH took one word, and said so."""
     told: list[list[bytes]] = []
 
@@ -555,8 +538,7 @@ def test_a_server_that_knows_no_users_is_given_the_password_alone(one: Server) -
 
 
 @given(start=st.text(max_size=5), keys=st.lists(st.text(max_size=20)), argument=st.integers() | st.binary() | st.text())
-def test_a_command_is_written_as_the_client_library_writes_it(start: str, keys: list[str], argument: str | int | bytes) -> None:
-    """Keys of any length and in any letters, and arguments of any kind, go out byte for byte as hiredis packs them."""
+def test_commands_are_packed_as_hiredis_packs_them(start: str, keys: list[str], argument: str | int | bytes) -> None:
     words = (argument, *(start + key for key in keys))
 
     written = b"*%d\r\n" % len(words) + write_word(argument) + write_keys(start, keys)
@@ -567,8 +549,7 @@ def test_a_command_is_written_as_the_client_library_writes_it(start: str, keys: 
 # --- scripts and keys
 
 
-def test_a_server_that_forgot_the_scripts_is_given_them_again(either: Driver, one: Server) -> None:
-    """After SCRIPT FLUSH the next hits of every window type count on, as do rings and sessions."""
+def test_scripts_are_sent_again_after_a_flush(either: Driver, one: Server) -> None:
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     either.count(hits, 0)
     either.push([make_push("a")], 0)
@@ -584,7 +565,6 @@ def test_a_server_that_forgot_the_scripts_is_given_them_again(either: Driver, on
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 @pytest.mark.parametrize("cooldown_ms", [0, 90_000])
 def test_counters_expire_by_themselves(driver: Driver, one: Server, window_type: str, cooldown_ms: int) -> None:
-    """A key lives as long as its window or its cooldown, and a second longer."""
     hit = make_hit(window_type, cooldown_ms=cooldown_ms, threshold=2)
     lives = []
     for _ in range(2):
@@ -596,7 +576,6 @@ def test_counters_expire_by_themselves(driver: Driver, one: Server, window_type:
 
 
 def test_all_other_keys_expire_by_themselves(driver: Driver, one: Server) -> None:
-    """A second after a ring, a session, its tenant, or the last of several documents, whichever came last."""
     driver.push([make_push("a")])
     driver.account([make_step(1, NO_LIMITS)])
     for kind in KINDS:
@@ -615,7 +594,6 @@ def test_all_other_keys_expire_by_themselves(driver: Driver, one: Server) -> Non
     ["set x y", "set x ''", f"set x {'y' * 17}", f"set x {'y' * 70}", "hset x a b", "rpush x y", "rpush x 1 y", "sadd x y"],
 )
 def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poison: str) -> None:
-    """What had it starts from empty, and the others of its batch are not disturbed; whatever it is for."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     good_hits = [replace(hit, key=f"good-{hit.key}") for hit in hits]
     ring, good_ring = make_push("a", key="bad"), make_push("a", key="good")
@@ -649,7 +627,6 @@ def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poiso
 def test_a_key_of_documents_of_another_program_is_replaced(
     driver: Driver, one: Server, kind: str, part: str, poison: str
 ) -> None:
-    """Where one of their keys holds something else, there are no documents, and the next one is taken."""
     subject = driver.name("subject")
     command, _, *values = poison.split(" ")
     one.client().execute_command(command, f"loopguard:{kind}:{subject}:{part}", *values)
@@ -663,7 +640,6 @@ def test_a_key_of_documents_of_another_program_is_replaced(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, kind: str) -> None:
-    """What the server has evicted is not there any more, nor is a board's document of another version."""
     subject = driver.name("subject")
     key = f"loopguard:{kind}:{subject}:documents"
     for name in "abc":
@@ -678,7 +654,6 @@ def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, 
 
 @pytest.mark.parametrize("count", [2**32 - 2, 2**32 - 1])
 def test_a_tally_counts_to_four_bytes(driver: Driver, one: Server, count: int) -> None:
-    """And no further."""
     now = 1_700_000_000_000
     driver.count([LONG], now)
     one.client().setrange(f"loopguard:{driver.key(LONG)}", 1, count.to_bytes(4))
@@ -686,6 +661,13 @@ def test_a_tally_counts_to_four_bytes(driver: Driver, one: Server, count: int) -
     counts = [answer.count for _ in range(2) for answer in driver.count([LONG], now + 1)]
 
     assert counts == [count + 1, min(count + 2, 2**32)]
+
+
+YARDSTICK = """
+for number = 1, 1000 do
+  redis.call('SET', KEYS[1], string.format('%.0f', (tonumber(redis.call("GET", KEYS[1]) or 0)) + number))
+end
+"""
 
 
 def ask_old_log(driver: Driver, one: Server, number: int) -> Callable[[], object]:
@@ -725,30 +707,36 @@ def ask_conversations(driver: Driver, _: Server, __: int) -> Callable[[], object
 
 def ask_budgets(driver: Driver, _: Server, __: int) -> Callable[[], object]:
     takes = [replace(make_breaker(), key=driver.name(f"{place}:7f")) for place in range(MAX_BATCH)]
-    return lambda: driver.settled(lambda store: store.hit(takes))
+
+    async def ask() -> None:
+        await asyncio.gather(*(driver.later(lambda store, each=each: store.hit([each])) for each in takes))
+
+    return lambda: driver.run(ask())
 
 
 @pytest.mark.parametrize("prepare", [ask_old_log, ask_many, ask_long_histories, ask_large_tree, ask_conversations, ask_budgets])
 def test_no_script_holds_the_server(
     driver: Driver, one: Server, prepare: Callable[[Driver, Server, int], Callable[[], object]]
 ) -> None:
-    """Whatever clients send: about a millisecond of CPU at most, here with room for a busy machine."""
+    """Whatever clients send: less than a thousand reads and writes, which are about a millisecond."""
     used = Path(f"/proc/{one.pid}/task/{one.pid}/schedstat")
-    held = []
-    for number in range(4):
-        ask = prepare(driver.fresh(), one, number)
+
+    def measure(ask: Callable[[], object]) -> float:
         before, scripts = int(used.read_text().split()[0]), one.commands().get("evalsha", 0)
         ask()
         spent = int(used.read_text().split()[0]) - before
-        held.append(spent / 1_000_000 / max(1, one.commands().get("evalsha", 0) - scripts))
+        return spent / max(1, one.commands().get("evalsha", 0) - scripts)
 
-    assert min(held[::2]) < 4
-    assert min(held[1::2]) < 4
+    held, yardstick = [], []
+    for number in range(4):
+        held.append(measure(prepare(driver.fresh(), one, number)))
+        yardstick.append(measure(lambda: one.client().eval(YARDSTICK, 1, driver.name("yardstick"))))
+
+    assert max(min(held[::2]), min(held[1::2])) < min(yardstick)
 
 
 @pytest.mark.parametrize(("calls", "scripts"), [(0, 7), (40, 50), (512, 100)])
 def test_steps_go_in_scripts_that_are_short(driver: Driver, one: Server, calls: int, scripts: int) -> None:
-    """Other clients of the server get their turn between them; each session's steps stay in order."""
     history = [make_record(number * 8, arguments=str(number)) for number in range(calls)]
     steps = [make_step(number, limit(steps=25), history, key=f"session {number % 4}:7f") for number in range(100)]
     before = one.commands().get("evalsha", 0) + one.commands().get("eval", 0)
@@ -760,7 +748,6 @@ def test_steps_go_in_scripts_that_are_short(driver: Driver, one: Server, calls: 
 
 
 def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
-    """Whatever a session has done, its ledger is never hundreds of kilobytes that each step reads and writes."""
     limits = limit(tool_calls=10_000, tools=tuple((number.to_bytes(4), 10_000) for number in range(1, 61)))
     history = [make_record(number * 8, arguments=str(number)) for number in range(4_900)]
     steps = [make_step(number, limits, history[: 4_500 + 4 * number]) for number in range(101)]
@@ -773,7 +760,6 @@ def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
 
 
 def test_orders_that_change_are_read_anew(driver: Driver) -> None:
-    """A replica that reads orders gets every change that another one makes, and nothing if there is no change."""
     book = driver.name("book")
     with driver.replica() as other:
 
@@ -792,7 +778,6 @@ def test_orders_that_change_are_read_anew(driver: Driver) -> None:
 
 
 def test_a_board_that_fails_is_no_outage() -> None:
-    """If boards alone fail, asking for one raises an error, requests are still counted, and it recovers by itself."""
     with server() as own, Driver(f"redis://{own.address}") as driver:
         driver.count([make_hit()])
         driver.put(BOARDS, "board", "a", b"x", 60)
@@ -855,7 +840,6 @@ def test_a_verdict_stands_as_long_as_it_says(
 
 
 def open_backend(one: Server) -> RedisBackend:
-    """The wire to a server, without what a store knows of it."""
     access = make_access("redis", {})
     layout = Layout("one", access, access.make_pool(ServerAddress("127.0.0.1", one.port)))
     return RedisBackend(ShardServers(layout, "one"), "loopguard:")
@@ -863,7 +847,6 @@ def open_backend(one: Server) -> RedisBackend:
 
 @pytest.fixture(scope="module")
 def opened(one: Server) -> Iterator[tuple[Driver, RedisBackend]]:
-    """For property tests, whose examples cannot have a fixture each."""
     backend = open_backend(one)
     with Driver(f"redis://{one.address}") as made:
         yield made, backend
@@ -874,8 +857,6 @@ def opened(one: Server) -> Iterator[tuple[Driver, RedisBackend]]:
 
 
 def test_hits_that_wait_go_together(either: Driver) -> None:
-    """With 64 requests in flight a round trip carries at least 8 hits on average."""
-
     async def client(number: int) -> None:
         for turn in range(40):
             await either.ask([make_hit(key=f"{number}-{turn}")], None)
@@ -891,8 +872,7 @@ def test_hits_that_wait_go_together(either: Driver) -> None:
 
 
 @pytest.mark.parametrize(("calls", "trips"), [([9, 1], 1), ([1] * 600, 3)])
-def test_what_is_asked_in_the_same_moment_is_one_bounded_batch(driver: Driver, calls: list[int], trips: int) -> None:
-    """In one call or in several, hits beside a push; more than fit into one round trip take several."""
+def test_simultaneous_questions_are_one_bounded_batch(driver: Driver, calls: list[int], trips: int) -> None:
     hits = [
         [make_hit(WINDOW_TYPES[place % 3], key=f"{call}:{place:02x}") for place in range(size)]
         for call, size in enumerate(calls)
@@ -910,7 +890,6 @@ def test_what_is_asked_in_the_same_moment_is_one_bounded_batch(driver: Driver, c
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 def test_hits_that_differ_are_each_judged_by_their_own(driver: Driver, window_type: str) -> None:
-    """In one call of a script one key's threshold, window and cooldown are not another's."""
     shapes: list[dict[str, Any]] = [
         {"threshold": 2},
         {},
@@ -926,8 +905,6 @@ def test_hits_that_differ_are_each_judged_by_their_own(driver: Driver, window_ty
 
 
 def test_a_caller_that_leaves_disturbs_no_other(either: Driver) -> None:
-    """Requests cancelled while they wait are counted, and the others get their answers."""
-
     async def some_leave() -> list[int]:
         tasks = [asyncio.create_task(either.ask([make_hit(threshold=100)], None)) for _ in range(10)]
         await asyncio.sleep(0)
@@ -983,7 +960,6 @@ def test_an_error_of_ours_is_one_callers_alone(driver: Driver, one: Server) -> N
 
 
 def loop(driver: Driver, hit: Hit) -> None:
-    """Count until the loop is refused."""
     while not driver.count([hit])[0].looping:
         pass
 
@@ -994,7 +970,6 @@ MINUTE = make_hit(window_ms=60_000)
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 @pytest.mark.parametrize("cooldown_ms", [0, 60_000])
 def test_replicas_agree_about_the_count_of_a_loop(driver: Driver, window_type: str, cooldown_ms: int) -> None:
-    """Whichever replica a request meets, the count is one more than the last, before and after the loop has tripped."""
     hit = make_hit(window_type=window_type, window_ms=60_000, cooldown_ms=cooldown_ms)
     with driver.replica() as other:
         replicas = [driver, other, driver, driver, other, other, other, driver, other, driver]
@@ -1004,8 +979,7 @@ def test_replicas_agree_about_the_count_of_a_loop(driver: Driver, window_type: s
     assert counts == list(range(1, 11))
 
 
-def test_what_a_replica_says_of_a_hammered_loop_never_goes_back(driver: Driver) -> None:
-    """Two replicas under load at once each count upwards, and no count is lost when they close."""
+def test_counts_of_a_hammered_loop_never_decrease(driver: Driver) -> None:
     with driver.replica() as one, driver.replica() as other:
         counts = [[replica.count([MINUTE])[0].count for replica in (one, other)] for _ in range(1_000)]
 
@@ -1029,7 +1003,6 @@ def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
 
 
 def test_closing_sends_what_is_owed(either: Driver) -> None:
-    """Refusals answered here right before the end are counted on the server."""
     with either.replica() as leaving:
         loop(leaving, MINUTE)
         for _ in range(20):
@@ -1039,7 +1012,6 @@ def test_closing_sends_what_is_owed(either: Driver) -> None:
 
 
 def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) -> None:
-    """With count_refused off a certain refusal is not sent at all, and shows the same count each time."""
     hit = make_hit(window_ms=60_000, count_refused=False)
     loop(driver, hit)
     before = one.commands()["evalsha"]
@@ -1050,7 +1022,7 @@ def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) ->
     assert one.commands()["evalsha"] - before < len(answers) / 2
 
 
-def test_what_is_known_of_a_loop_is_asked_for_all_others(driver: Driver) -> None:
+def test_a_known_cooldown_holds_for_other_requests(driver: Driver) -> None:
     """A cooldown that a known loop has tripped holds for a request that is none, with the server's clock and from here."""
     (looping, _), (other, _) = cooldown_hits([(True, 1), (False, 1)], cooldown_ms=60_000)
     alone = driver.count([other])[0]
@@ -1063,15 +1035,13 @@ def test_what_is_known_of_a_loop_is_asked_for_all_others(driver: Driver) -> None
 
 
 def test_a_changed_policy_is_asked_about_anew(driver: Driver) -> None:
-    """What was certain for one threshold says nothing about another."""
     loop(driver, MINUTE)
 
     assert not driver.count([make_hit(window_ms=60_000, threshold=50)])[0].looping
 
 
 @pytest.mark.parametrize("count_refused", [True, False])
-def test_a_key_that_an_operator_deletes_is_forgotten_here_as_well(driver: Driver, one: Server, count_refused: bool) -> None:
-    """After FLUSHALL a loop that hammers on is soon let through again, and counts from 1."""
+def test_a_deleted_key_is_forgotten_here_too(driver: Driver, one: Server, count_refused: bool) -> None:
     hit = make_hit(window_ms=60_000, count_refused=count_refused, threshold=100)
     loop(driver, hit)
     one.client().flushall()
@@ -1080,7 +1050,6 @@ def test_a_key_that_an_operator_deletes_is_forgotten_here_as_well(driver: Driver
 
 
 def test_known_refusals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many loops there are, a bounded number is remembered; the one that was learned first is dropped."""
     monkeypatch.setattr(known_refusals, "MAX_LOOPS", 3)
     known, hits = KnownRefusals(lambda *_: None), [make_hit(key=str(number), count_refused=False) for number in range(10)]
 
@@ -1098,12 +1067,10 @@ def test_known_refusals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*words: str | int) -> Callable[[Server], None]:
-    """A command to a server that breaks or heals it."""
     return lambda broken: broken.client().execute_command(*words)
 
 
 def lock(broken: Server) -> None:
-    """Change the password under open connections."""
     broken.client().config_set("requirepass", SECRET)
     broken.client(password=SECRET).client_kill_filter(_type="normal", skipme=True)
 
@@ -1119,7 +1086,6 @@ TROUBLES: dict[str, tuple[Callable[[Server], None], Callable[[Server], None], se
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_trouble_is_told_once_and_heals(trouble: str, client: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Requests fail rather than wait, the cause is in health and metrics, one line each tells of outage and recovery."""
     harm, cure, kinds = TROUBLES[trouble]
     caplog.set_level(logging.INFO, "loopguard")
     with server() as broken, Driver(f"redis://{broken.address}{client}", store_timeout=1) as driver:
@@ -1141,7 +1107,6 @@ def test_trouble_is_told_once_and_heals(trouble: str, client: str, caplog: pytes
 
 
 def test_a_hung_server_fails_all_waiting_requests(client: str) -> None:
-    """Concurrent requests, in flight and in the queue, all get an error if the server does not answer."""
     with server() as hung, Driver(f"redis://{hung.address}{client}", store_timeout=1) as driver:
         driver.count([make_hit()])
         hung.hang()
@@ -1173,7 +1138,6 @@ def test_a_busy_event_loop_is_no_outage(one: Server, client: str) -> None:
 
 
 def test_a_store_without_a_server_starts(caplog: pytest.LogCaptureFixture) -> None:
-    """Starting without a server is no error: it is told, and the first request fails at once."""
     with server() as gone:
         pass
 

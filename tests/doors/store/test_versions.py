@@ -25,7 +25,6 @@ KINDS = 2 + 1 + 3 + 2 + 1 + 1 + 3 + 1
 
 
 def ask_all(store: Driver, number: int) -> list[Any]:
-    """What is answered to a request about every kind of packed value."""
     budgets = [make_bucket(), make_period(), make_breaker()]
     [standing] = store.account([ask_in_tree(number, 1, AgentLimits(), session=limit(max_sessions=1))], NOW)
     settled = ask_budgets(store, [make_bucket().settle(2, NOW, "a")], NOW)
@@ -59,7 +58,6 @@ def test_values_of_an_unknown_version_are_missing() -> None:
 
 
 def test_conversations_of_an_unknown_version_are_missing_in_memory() -> None:
-    """No other kind is packed there with a version."""
     model = Model()
 
     def ask() -> list[Trail]:

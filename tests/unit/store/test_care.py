@@ -40,13 +40,11 @@ class Servers:
         self.error: StoreError | None = None
 
     async def share_marks(self, mark: bytes) -> dict[str, bytes]:
-        """Keep or fail."""
         if self.error is not None:
             raise self.error
         return {str(place): marks.setdefault("mark", mark) for place, marks in enumerate(self.marks)}
 
     async def read_persistence(self) -> list[str]:
-        """What is kept."""
         return self.kept
 
 
@@ -135,15 +133,12 @@ def test_a_setting_is_read_from_an_answer(reply: object, expected: str | None) -
 
 
 class Layout:
-    """Servers by the part of the keys that they have."""
-
     def __init__(self, *owners: str) -> None:
         self.owners: Sequence[str] = owners
         self.tags: Sequence[str] = ()
         self.changes = 0
 
     def open(self, owner: str) -> Any:  # noqa: ANN401  # no connection is opened
-        """Never."""
         raise AssertionError(owner)
 
 
@@ -159,7 +154,6 @@ NOW = 1_000_000.0
 
 
 def report(reason: str, **known: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # noqa: ANN401  # fields of ServerState
-    """The JSON of /coverage of a server with these facts, and its findings for a reason."""
     state = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0, **known)
     made = make_report(View(CoverageDocument([], 0.0, 60.0), "r", ["r"], ""), state, {}, NOW)
     return made, [each for each in made["findings"] if each["reason"] == reason]
@@ -184,7 +178,7 @@ def test_doctor_says_what_a_restart_would_lose(persistence: str, must_keep: bool
 
 
 @pytest.mark.parametrize(("emptied", "expected"), [(NOW - 60, 1), (NOW - 90_000, 0), (0.0, 0)])
-def test_doctor_says_for_a_day_that_the_store_was_emptied(emptied: float, expected: int) -> None:
+def test_doctor_reports_an_emptied_store_for_a_day(emptied: float, expected: int) -> None:
     made, found = report("store_emptied", emptied=emptied, kept_since=NOW - 3_600)
 
     assert len(found) == expected

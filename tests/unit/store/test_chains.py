@@ -121,7 +121,6 @@ def test_history_of_unseen_turns_is_not_whole() -> None:
 
 
 def test_a_caller_cannot_take_up_all() -> None:
-    """What begins conversations without end is dropped from a bound on, and said so; another caller's stay."""
     store = MemoryStore(Metrics())
     asked = [make_link(Sent(f"task {number}", ("a", "b"), "x"), most=50_000) for number in range(1_000)]
     other = make_link(Sent("task", ("a",), "x"), tenant="01", most=50_000)

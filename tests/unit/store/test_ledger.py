@@ -32,7 +32,6 @@ class Ledgers:
         self._kept: dict[str, bytes] = {}
 
     def ask(self, asked: Step | Settlement, now: int) -> Standing:
-        """What a store is asked."""
         ledger = self._take(asked.key, asked.limits, now)
         if isinstance(asked, Settlement):
             standing = ledger.settle(asked, now) if ledger is not None else Standing(retry=True)
@@ -59,7 +58,7 @@ def test_a_session_is_judged_by_the_rules(moves: list[tuple[int, str, int, int]]
 
 @settings(max_examples=examples(150))
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS, entries=st.sampled_from([31, 32, 64, 1_000]))
-def test_a_session_in_any_memory_is_judged_by_the_rules(
+def test_a_session_follows_the_rules_in_any_memory(
     moves: list[tuple[int, str, int, int]], limits: Limits, entries: int
 ) -> None:
     """Whether none, one, two or all of their ledgers are at hand, sessions are told the same; the clock goes forward."""
@@ -111,7 +110,7 @@ def test_sessions_in_memory_are_bounded() -> None:
     assert store.size <= 2_000 * 1_024
 
 
-def test_packed_sessions_are_kept_until_they_are_over_and_no_longer() -> None:
+def test_packed_sessions_are_kept_until_they_end() -> None:
     store = MemoryStore(Metrics(), max_entries=31)  # too few for ledgers at hand
     start = 1_764_000_000_000
 

@@ -15,24 +15,19 @@ from tests.support.windows import make_hit, make_push
 
 
 class Memory:
-    """A store with its metrics."""
-
     def __init__(self, max_entries: int) -> None:
         self.metrics = Metrics()
         self._store = MemoryStore(self.metrics, max_entries)
         self.hit, self.push = self._store.hit, self._store.push
 
     def __len__(self) -> int:
-        """The number of entries."""
         return len(self._store)
 
     @property
     def evictions(self) -> float | None:
-        """How many entries were dropped."""
         return self.metrics.registry.get_sample_value("loopguard_store_evictions_total")
 
     def count(self, now: int, **keys: Hit) -> dict[str, int]:
-        """How often keys were hit, with this hit."""
         return {key: self.hit([replace(hit, key=key)], now)[0].count for key, hit in keys.items()}
 
 

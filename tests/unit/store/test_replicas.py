@@ -17,7 +17,7 @@ MOST = 5
 """Replicas."""
 
 
-def test_a_larger_number_counts_at_once_and_a_smaller_one_later() -> None:
+def test_fewer_replicas_count_later_than_more() -> None:
     """A store without its data gets the names back one by one."""
     count, seen = ReplicaCount(), []
     for number, now in [(3, 100), (1, 102), (2, 104), (3, 106), (2, 108), (2, 116), (0, 117), (0, 126)]:
@@ -57,7 +57,7 @@ def test_replicas_see_each_other_while_they_live() -> None:
     assert seen == [[3, 2, 3], [3, 3, 3], [3, 3, 3], [2, 2, 3], [2, 2, 3], [1, 2, 3]]
 
 
-def test_a_share_has_room_for_the_request_and_never_more_than_the_limit() -> None:
+def test_a_share_fits_its_request_within_the_limit() -> None:
     bucket = make_bucket(amount=1, limit=10, rate=9).share(4)
     large = make_bucket(amount=7, limit=10, rate=1).share(4)
     never = make_period(amount=11, limit=10).share(4)

@@ -43,7 +43,7 @@ SEEDS = st.sampled_from([0, 0, 7])
     st.integers(0, 2),
     SEEDS,
 )
-def test_with_ids_that_last_every_call_is_counted_once(shape: str, moves: list[Move], most: int, first: int, seed: int) -> None:
+def test_calls_with_stable_ids_are_counted_once(shape: str, moves: list[Move], most: int, first: int, seed: int) -> None:
     """Whatever becomes of the history: without its oldest or middle turns, condensed, taken back, sent again, reordered."""
     client = Client(shape, ids="last", most_turns=most if most < 5 else 10**9, first_turns=first, seed=seed)
 
@@ -54,7 +54,7 @@ def test_with_ids_that_last_every_call_is_counted_once(shape: str, moves: list[M
 @pytest.mark.parametrize("shape", WITH_IDS + WITHOUT_IDS)
 @settings(max_examples=examples(60))
 @given(MOVES, SEEDS)
-def test_with_ids_made_anew_a_whole_history_is_counted_once(shape: str, moves: list[Move], seed: int) -> None:
+def test_a_history_with_new_ids_is_counted_once(shape: str, moves: list[Move], seed: int) -> None:
     """Equal calls in any turns as well; its first turn is not sent again before there is a second one."""
     first = next((place for place, move in enumerate(moves) if move.calls), len(moves))
     moves = [*moves[: first + 1], Move((("read", {}),)), *moves[first + 1 :]]
@@ -66,7 +66,7 @@ def test_with_ids_made_anew_a_whole_history_is_counted_once(shape: str, moves: l
 @pytest.mark.parametrize("shape", WITH_IDS + WITHOUT_IDS)
 @settings(max_examples=examples(60))
 @given(MOVES, st.integers(2, 6), SEEDS)
-def test_with_ids_made_anew_the_newest_turns_are_counted_once(shape: str, moves: list[Move], most: int, seed: int) -> None:
+def test_newest_turns_with_new_ids_are_counted_once(shape: str, moves: list[Move], most: int, seed: int) -> None:
     """Where the oldest ones are gone, as long as no two calls are equal."""
     moves = number_calls([move for move in moves if move.calls])
 
@@ -77,7 +77,7 @@ def test_with_ids_made_anew_the_newest_turns_are_counted_once(shape: str, moves:
 @pytest.mark.parametrize("shape", ["chat", "gemini"])
 @pytest.mark.parametrize("most", [2, 6, 12])
 @pytest.mark.parametrize("kinds", [1, 4, 30])
-def test_with_ids_made_anew_equal_calls_are_counted_roughly(shape: str, most: int, kinds: int) -> None:
+def test_equal_calls_with_new_ids_are_counted_roughly(shape: str, most: int, kinds: int) -> None:
     """Where the oldest turns are gone as well, calls are not counted again at each request; rare repeats count exactly."""
     order = Random(kinds)
     moves = [Move((("read", {"a": order.randrange(kinds)}),)) for _ in range(60)]
@@ -89,7 +89,6 @@ def test_with_ids_made_anew_equal_calls_are_counted_roughly(shape: str, most: in
 
 
 def read_body(name: str) -> tuple[bytes, bytes]:
-    """A body of an SDK's, and the same with ids that were made anew."""
     text = BODIES[name].decode()
     ids = {found for _, found in re.findall(r'"(id|tool_use_id|call_id|tool_call_id|toolUseId)": ?"([^"]+)"', text)}
     again = text
@@ -128,7 +127,7 @@ def test_two_agents_of_a_session_are_counted_each() -> None:
     assert counted == parent.made + child.made == 308
 
 
-def test_a_session_of_runs_with_the_same_first_call_counts_each() -> None:
+def test_runs_with_equal_first_calls_count_each() -> None:
     ask, counted = in_memory(), []
     for run in range(5):
         client = Client("chat", ids="last", first_id=run * 10)

@@ -106,7 +106,7 @@ def test_no_error_shows_the_password(url: str, _: str, password: str) -> None:
     assert SECRET not in redact_url(url)
 
 
-def test_a_password_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
+def test_an_unreadable_password_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         open_store("redis://a", Metrics(), Settings(store_password_file=str(tmp_path / "none")))
 

@@ -60,7 +60,7 @@ def test_a_clock_that_is_set_back_refuses_no_innocent(
     st.lists(st.integers(0, 30), min_size=1, max_size=20),
     st.integers(0, 2_000),
 )
-def test_a_sentence_ends_on_a_clock_that_was_set_back(
+def test_refusals_end_after_the_clock_was_set_back(
     window_type: str, count_refused: bool, cooldown: int, gaps: list[int], back: int
 ) -> None:
     """Whatever was counted before, no request is refused a window and a cooldown after the first one on the new clock."""

@@ -47,7 +47,6 @@ _LANGUAGES = ("memory", "valkey")
 
 @pytest.fixture(scope="session")
 def drivers() -> Iterator[Callable[[str], Driver]]:
-    """Opens a store by its name, once for all modules."""
     with ExitStack() as stack:
 
         @cache
@@ -60,11 +59,9 @@ def drivers() -> Iterator[Callable[[str], Driver]]:
 
 @pytest.fixture(scope="module", params=_LANGUAGES)
 def opened(request: pytest.FixtureRequest, drivers: Callable[[str], Driver]) -> Driver:
-    """A store of each language, started once."""
     return drivers(request.param)
 
 
 @pytest.fixture
 def store(opened: Driver) -> Driver:
-    """The same, empty."""
     return opened.fresh()

@@ -36,7 +36,6 @@ from tests.support.windows import make_hit
 
 @pytest.mark.parametrize("case", CASES)
 def test_budgets_are_kept(store: Driver, case: str) -> None:
-    """Each case, step by step."""
     for asked, expected in CASES[case]:
         answers = ask_store(store, asked.takes, asked.now)
         assert [shown(answer) for answer in answers if not asked.takes[0].settles] == expected
@@ -44,7 +43,6 @@ def test_budgets_are_kept(store: Driver, case: str) -> None:
 
 @given(sent=REQUESTS)
 def test_budgets_are_as_the_documents_say(opened: Driver, sent: list[Sent]) -> None:
-    """Random requests on all kinds of budgets against a plain model; some are settled late, some twice, and some never."""
     store, model, now = opened.fresh(), Model(), NOON
     answers: list[list[Taken]] = []
     for place, request in enumerate(sent):
@@ -56,7 +54,7 @@ def test_budgets_are_as_the_documents_say(opened: Driver, sent: list[Sent]) -> N
         assert [shown(answer) for answer in answers[-1]] == model.ask(takes, now)
 
 
-def test_requests_side_by_side_never_take_more_than_there_is(store: Driver) -> None:
+def test_simultaneous_requests_never_take_too_much(store: Driver) -> None:
     """Two hundred in one round trip: as many are granted as fit, each whole, and hits beside them are counted."""
     takes, hit = [make_bucket(3, limit=100), make_period(1, limit=50)], make_hit(threshold=1_000)
 
@@ -76,8 +74,7 @@ def test_requests_side_by_side_never_take_more_than_there_is(store: Driver) -> N
     assert ask_store(store, takes, NOON)[1].left == 50 - 33
 
 
-def test_settlements_of_one_round_trip_may_or_may_not_have_markers(store: Driver) -> None:
-    """Those with a marker count once, in one call and in another; the others each time."""
+def test_settlements_with_and_without_markers_go_together(store: Driver) -> None:
     bucket, period, breaker = make_bucket(9), make_period(9), make_breaker(9)
     ask_store(store, [bucket, period, breaker], NOON)
     settlements = [bucket.settle(2, NOON, "a"), period.settle(3, NOON), breaker.settle(4, NOON, "b")]

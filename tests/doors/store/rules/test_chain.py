@@ -33,7 +33,6 @@ def test_a_store_follows_conversations_as_the_definition_does(
 
 
 def test_a_conversation_is_followed(store: Driver) -> None:
-    """Each turn finds all before it, as many as are kept."""
     shown: tuple[str, ...] = ()
     for number in range(40):
         trail = ask_store(store, make_link(Sent("u", shown, f"e{number}")), 1_000 + number)
@@ -42,7 +41,7 @@ def test_a_conversation_is_followed(store: Driver) -> None:
         shown = (*shown, f"a{number}")
 
 
-def test_a_node_whose_conversations_have_left_goes_after_two_minutes(store: Driver) -> None:
+def test_a_node_without_conversations_lasts_two_minutes(store: Driver) -> None:
     """One that was left is found again for that long; one that others may still leave stays."""
     for _ in range(2):
         ask_store(store, make_link(Sent("u", (), "")), 0)
@@ -55,7 +54,6 @@ def test_a_node_whose_conversations_have_left_goes_after_two_minutes(store: Driv
 
 
 def test_chains_and_rings_are_asked_together(store: Driver) -> None:
-    """In one round trip, each answered for itself."""
     links = [make_link(Sent(f"u{number}", ("a",), f"e{number}"), tenant=f"{number:02x}") for number in range(20)]
     pushes: list[AnyPush] = [make_push("r")._replace(key=store.key(make_push("r"))), *links]
 
@@ -70,7 +68,6 @@ ENTRIES = [b"", *(bytes((kind,)) + end * 7 for kind in (0, 1) for end in (b"x", 
 
 
 def make_fork(shown: list[str], entry: bytes, fresh: bytes) -> ChainLink:
-    """What a session limit asks about a request that shows these messages of the assistant."""
     place = ChainPlace(b"u" * 16, [Spoken([message.encode() * 16], []) for message in shown])
     return CHAINS.make_link("session", "", "00", "", place, entry if shown else b"", fresh)
 
@@ -79,7 +76,6 @@ def make_fork(shown: list[str], entry: bytes, fresh: bytes) -> ChainLink:
     asked=st.lists(st.tuples(st.lists(st.sampled_from(NODES), max_size=4), st.sampled_from(ENTRIES), st.integers(0, 90_000)))
 )
 def test_a_store_names_forks_as_the_definition_does(opened: Driver, asked: list[tuple[list[str], bytes, int]]) -> None:
-    """For any requests, every store answers the same."""
     store, model, now = opened.fresh(), Model(), 10_000_000
 
     for number, (shown, entry, gap) in enumerate(asked, 1):
@@ -89,7 +85,6 @@ def test_a_store_names_forks_as_the_definition_does(opened: Driver, asked: list[
 
 
 def test_each_fork_has_a_name_of_its_own(store: Driver) -> None:
-    """The first request at a node goes on with the conversation, the others are named by what they end in."""
     begun = ask_store(store, make_fork([], b"", b"N" * 8), 1).name
     names = [ask_store(store, make_fork(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2]
 

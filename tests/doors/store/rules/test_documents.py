@@ -46,7 +46,6 @@ ON_BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
 
 @pytest.mark.parametrize("case", ON_BOARDS)
 def test_a_board_in_every_store(store: Driver, case: str) -> None:
-    """Every store shows each replica's last document until it expires, and no more of them than fit."""
     steps, now, expected = ON_BOARDS[case]
     for moment, replica, document, seconds in steps:
         store.run(store.store.documents.put(BOARDS, store.name("board"), replica, document, seconds, moment))
@@ -57,7 +56,6 @@ def test_a_board_in_every_store(store: Driver, case: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_have_a_clock_of_their_own(store: Driver, kind: str) -> None:
-    """Without a time given, a document that was put just now is there."""
     store.run(store.store.documents.put(kind, store.name("subject"), "a", b"x", 3_600))
 
     assert store.read(kind, store.name("subject")) == {"a": b"x"}
@@ -66,7 +64,6 @@ def test_documents_have_a_clock_of_their_own(store: Driver, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "more"), [("a", 1), ("", 0), ("a" * 256, 0), ("\u00e9" * 128, 0)])
 def test_what_is_too_long_is_refused(store: Driver, kind: str, name: str, more: int) -> None:
-    """A document or a name that is too long is refused in every store, and nothing is changed by it."""
     with pytest.raises(StoreError) as error:
         store.run(store.store.documents.put(kind, store.name("subject"), name, bytes(KINDS[kind].max_bytes + more), 60))
 
@@ -100,7 +97,6 @@ BOOKS: dict[str, tuple[list[Ordered], int, dict[str, bytes]]] = {
 
 @pytest.mark.parametrize("case", BOOKS)
 def test_orders_in_every_store(store: Driver, case: str) -> None:
-    """Every store knows each order until it ends or is taken back; another book has none of them."""
     steps, now, expected = BOOKS[case]
     for moment, name, document, seconds in steps:
         if document is None:
@@ -117,7 +113,6 @@ def test_orders_in_every_store(store: Driver, case: str) -> None:
 
 
 def test_what_does_not_stand_cannot_be_taken_back(store: Driver) -> None:
-    """Revoking an order returns whether there was one, also if it has just ended."""
     store.run(store.store.documents.put(ORDERS, store.name("book"), "a", b"x", 60, 1_000))
 
     assert not store.run(store.store.documents.drop(ORDERS, store.name("book"), "b", 1_000))
@@ -150,7 +145,6 @@ def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_thousands_of_orders_are_read_whole(store: Driver) -> None:
-    """As many as were taken come back, in however many portions."""
     book = store.name("book")
 
     async def fill() -> None:

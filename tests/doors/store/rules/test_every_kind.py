@@ -134,7 +134,6 @@ def test_a_server_answers_as_memory_does(
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_requests_at_the_same_time_count_once_each(drivers: Callable[[str], Driver], name: str) -> None:
-    """A thousand hits, and fifty pushes to one ring, each of which finds one entry more."""
     store = drivers(name).fresh()
 
     async def ask_all() -> list[Any]:

@@ -22,14 +22,12 @@ from tests.support.windows import (
 
 @pytest.mark.parametrize("case", PUSHES)
 def test_a_ring_in_every_store(store: Driver, case: str) -> None:
-    """Every store keeps the newest entries, each request's once, until nothing has been pushed for a while."""
     for now, pushed, expected in PUSHES[case]:
         assert b" ".join(store.push([pushed], now)[0]) == expected.encode()
 
 
 @given(steps=PUSH_STEPS)
 def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[tuple[Push, int]]) -> None:
-    """For any pushes, on a clock that may be set back, every store answers the same."""
     store = opened.fresh()
 
     found = [store.push([pushed], now)[0] for pushed, now in place_pushes(steps)]
@@ -38,7 +36,6 @@ def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[
 
 
 def test_rings_and_counters_are_asked_together(store: Driver) -> None:
-    """Pushes of one call have a ring each, in their order, and do not affect counts in between."""
     pushes = [make_push("a")._replace(key=f"ring-{number}") for number in range(20)]
     store.push(pushes[5:6], 1_000)
 

@@ -50,14 +50,12 @@ from tests.support.windows import (
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_session_in_every_store(store: Driver, case: str) -> None:
-    """Each limit of a session refuses at its number, in its order, and every store forgets when it should."""
     told = [tell(standing) for now, asked, _ in CASES[case] for standing in store.account([asked], now)]
 
     assert told == [expected for _, _, expected in CASES[case]]
 
 
 def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
-    """Answers come in the order of what is asked, to each its own kind, and each session is judged by its own limits."""
     sessions = [in_session(str(number), 1, limit(steps=number % 2), tenant=f"sessions:p::{number}:7f") for number in range(6)]
     settled = settle_step(sessions[5], cost=7)
     store.account(sessions[4:], 1_000)
@@ -74,7 +72,6 @@ def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
 def test_a_store_keeps_sessions_as_the_rules_say(
     opened: Driver, moves: list[tuple[int, str, int, int]], limits: Limits
 ) -> None:
-    """For any sessions of a tenant, on a clock that may be set back, every store answers as a plain reading of the rules."""
     store = opened.fresh()
     if isinstance(store.store, MemoryStore):  # may have let go, before the clock goes back, of what was to be forgotten
         moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
@@ -90,7 +87,6 @@ def test_a_store_keeps_sessions_as_the_rules_say(
 def test_a_store_counts_calls_as_memory_does(
     opened: Driver, shape: str, moves: list[Move], ids: str, most: int, seed: int
 ) -> None:
-    """Whatever clients make of ids and histories, every store tells the calls that are new from the others."""
     store = opened.fresh()
 
     def make_client() -> Client:
@@ -103,7 +99,6 @@ def test_a_store_counts_calls_as_memory_does(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) -> None:
-    """Also those of which only the newest calls are looked at one by one, with many tools and limits."""
     order = Random(seed)
     limits = limit(
         tool_calls=order.choice([100, 10**9]),
@@ -133,7 +128,6 @@ def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) 
 
 
 def ask_all(store: Driver, *asked: Step | Settlement) -> list[Standing]:
-    """Answers to questions, a millisecond apart."""
     return [store.account([one], 1_000 + number)[0] for number, one in enumerate(asked)]
 
 
@@ -199,7 +193,7 @@ def test_the_newest_reservations_stay_open(store: Driver) -> None:
     assert [(standing.cost, standing.reserved) for standing in standings[-2:]] == [(0, 32 * 7), (7, 32 * 7)]
 
 
-def test_a_retry_of_a_forgotten_step_is_taken_back_once(store: Driver) -> None:
+def test_a_retry_of_a_forgotten_step_cannot_be_undone(store: Driver) -> None:
     """When the same request is a new step by then, that is no retry which could be undone."""
     retry = make_step(1, limit(), call=bytes(15) + b"r")
     asked = [make_step(1, limit()), retry, *[make_step(number, limit()) for number in range(2, 18)]]
@@ -222,7 +216,6 @@ def name_call(number: int) -> bytes:
 
 
 def start(number: int, prompt: int = 0, reserve: int = 0) -> Step:
-    """A request that begins a conversation."""
     return make_step(prompt or number, STARTS, call=name_call(number), reserve=reserve)
 
 
@@ -235,7 +228,6 @@ def finish(number: int, outcome: int, cost: int = 0) -> Settlement:
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_a_start_leaves_with_steps_and_cost(store: Driver, settled: bool) -> None:
-    """Whether its cost is known by then or not."""
     store.account([start(1), start(2)], 1)
     if settled:
         store.account([finish(1, SUCCEEDED, 30), finish(2, SUCCEEDED, 4)], 2)
@@ -271,7 +263,6 @@ _STARTS = st.lists(
 
 @given(_STARTS)
 def test_a_store_keeps_starts_as_memory_does(opened: Driver, moves: list[tuple[str, int, int, int]]) -> None:
-    """In any order of starts, outcomes and conversations that go on."""
     store, memory, now = opened.fresh(), in_memory(), 1_000_000
     outcomes = {"settle": SUCCEEDED, "fail": FAILED, "withdraw": WITHDRAWN, "join": JOINED}
 

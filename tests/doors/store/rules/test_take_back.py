@@ -15,7 +15,6 @@ KINDS = {"sliding_ttl": TALLY, "fixed": TALLY, "sliding_log": LOG}
 
 
 def take_back(store: Driver, key: str, kind: str) -> None:
-    """One request."""
     store.settled(lambda on: on.hit([TakeBack(key, kind)]))
 
 
@@ -41,7 +40,6 @@ def test_a_request_is_taken_back_from_its_window(store: Driver, window_type: str
 
 @pytest.mark.parametrize("window_type", KINDS)
 def test_a_cooldown_stays(store: Driver, window_type: str) -> None:
-    """What has begun one is no less of a loop because a later request fails."""
     hit = make_hit(window_type, key="k", threshold=2, cooldown_ms=5_000)
     store.count([hit], 1_000)
     assert store.count([hit], 1_001)[0].looping

@@ -63,7 +63,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_tree_in_every_store(store: Driver, case: str) -> None:
-    """Each limit refuses the first agent beyond it, and none that has begun."""
     limits, moves = CASES[case]
     session = limit(idle_ms=3_600_000)
     told = []
@@ -84,7 +83,6 @@ def test_a_tree_in_every_store(store: Driver, case: str) -> None:
 def test_a_store_keeps_trees_as_the_rules_say(
     opened: Driver, moves: list[tuple[int, int, str, int]], limits: list[AgentLimits], steps: int
 ) -> None:
-    """For any agents, parents and retries, every store answers as a plain reading of the rules."""
     store, session = opened.fresh(), limit(steps=steps)
 
     found = play_tree(moves, session, limits, lambda asked, now: tell_tree(store.account([asked], now)[0]))
@@ -116,7 +114,6 @@ def test_a_store_keeps_large_trees_as_the_rules_say(store: Driver) -> None:
 
 
 def search(store: Driver, agent: int, parent: int) -> tuple[RootSearch, Step]:
-    """A search for an agent's root, and a step that brings it along, under the keys of the agent's parent."""
     key, above = (f"root:{one:016x}:7f" for one in (agent, parent))
     asked = RootSearch(key, above, parent.to_bytes(8), 60_000)
     step = ask_in_tree(agent, agent, AgentLimits(depth=5), 0, limit(), key=f"session:p::{parent:016x}:7f", search=asked)
@@ -142,8 +139,7 @@ def test_a_step_finds_the_root_of_its_agent(store: Driver) -> None:
     assert roots == [root for root, _, _ in told]
 
 
-def test_steps_that_find_roots_are_counted_together_as_one_by_one(store: Driver) -> None:
-    """Replicas ask in batches, in which some steps have a place in a tree, and some a root to find."""
+def test_steps_with_roots_are_counted_in_one_call(store: Driver) -> None:
     steps = [search(store, agent, parent)[1] for agent, parent in [(2, 1), (3, 2), (4, 3)]]
     steps[1].tree = None
     plain = make_step(9, limit(), key="session:p::0000000000000001:7f")
@@ -189,7 +185,7 @@ def test_a_root_is_found_by_way_of_each_parent(store: Driver, pairs: list[tuple[
     assert [root.hex() for (root,) in store.push(batch)] == roots[:3]
 
 
-def test_a_tree_stays_as_long_as_its_session_although_only_the_root_asks() -> None:
+def test_requests_of_the_root_keep_its_tree() -> None:
     """What is swept away is what was not used, and a root's request uses the tree."""
     store, session, limits = MemoryStore(Metrics(), 1_024), limit(idle_ms=1_000), AgentLimits()
     store.hit([ask_in_tree(1, 1, limits, 0, session)], 0)
@@ -202,7 +198,7 @@ def test_a_tree_stays_as_long_as_its_session_although_only_the_root_asks() -> No
 
 
 @pytest.mark.parametrize(("limits", "weight"), [((-1, -1), 0), ((1, -1), 1), ((-1, 64), 1), ((65, 1), 2), ((1_000, 9), 16)])
-def test_a_tree_weighs_as_many_agents_as_its_limits_make_a_server_read(limits: tuple[int, int], weight: int) -> None:
+def test_a_tree_weighs_what_its_limits_read(limits: tuple[int, int], weight: int) -> None:
     """Batches are bounded by that, because one script delays all other clients of a server."""
     concurrent, spawns = limits
     asked = ask_in_tree(1, 1, AgentLimits(concurrent=concurrent, spawns=spawns)).tree
@@ -212,7 +208,6 @@ def test_a_tree_weighs_as_many_agents_as_its_limits_make_a_server_read(limits: t
 
 
 def test_a_root_is_forgotten_in_time() -> None:
-    """As long after an agent's last search as it says."""
     found = {}
     for gap in (999, 1_000):
         store = MemoryStore(Metrics())

@@ -46,7 +46,6 @@ _GAPS = st.integers(0, 1_000) | st.sampled_from([9_999, 10_000]) | st.integers(-
 def test_a_store_answers_as_the_windows_do(
     opened: Driver, steps: list[tuple[tuple[str, tuple[int, int, bool], int], int]]
 ) -> None:
-    """Interleaved keys of every window type get the answers that each would get alone, by definition and from memory."""
     store, memory = opened.fresh(), open_store("memory://", Metrics())
     now = 1_000_000
     hits: dict[str, Hit] = {}
@@ -68,7 +67,6 @@ def test_a_store_answers_as_the_windows_do(
 
 @given(steps=COOLDOWN_STEPS)
 def test_a_store_keeps_a_cooldown_and_nothing_else(opened: Driver, steps: list[tuple[bool, int]]) -> None:
-    """Where requests say themselves that they are loops, every store acts on the same ones, and says how long it will."""
     store = opened.fresh()
 
     answers = [store.count([hit], now)[0] for hit, now in cooldown_hits(steps)]
@@ -95,7 +93,6 @@ def test_a_long_log_loses_what_is_too_old(store: Driver) -> None:
 
 
 def test_hits_of_one_request_are_counted_in_one_go(store: Driver) -> None:
-    """Answers come in the order of the hits, each key counted for itself."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     store.count(hits[:1], 0)
 
@@ -106,7 +103,6 @@ def test_hits_of_one_request_are_counted_in_one_go(store: Driver) -> None:
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> None:
-    """Without a time given, requests in quick succession are one loop, whose Nth request is the first acted on."""
     hit = make_hit(window_type, window_ms=60_000)
 
     answers = [store.run(store.ask([hit], None))[0] for _ in range(5)]
