@@ -22,7 +22,7 @@ from tests.bench import (
     scan,
     similarity,
 )
-from tests.bench.report import Section, progress_done, table, verdict, write_json
+from tests.bench.report import Section, table, verdict, write_json
 
 _SECTIONS = {
     "engine": (engine.TITLE, engine.run),
@@ -50,7 +50,7 @@ machine and mean little on another. exit code: 0 measured (also when a requireme
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     print(f"measured: {describe_version()}\n", flush=True)
-    logging.disable(logging.WARNING)  # loops are detected by the thousand, and each line would break the progress bar
+    logging.disable(logging.WARNING)  # loops are detected by the thousand, and their lines would hide the progress
     sections: dict[str, Section] = {}
     failed = []
     for name in options.only or _SECTIONS:
@@ -59,12 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             rows = run(quick=options.quick)
         except Exception:  # noqa: BLE001  # one broken section must not cost the others' figures
-            progress_done()
             traceback.print_exc()
             failed.append(name)
             continue
         sections[name] = Section(title, perf_counter() - started, rows)
-        progress_done()
         print(table(sections[name]), end="\n\n", flush=True)
     write_json(options.output, sections, quick=options.quick)
     print(verdict(sections))

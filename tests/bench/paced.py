@@ -17,7 +17,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import cast
 
-from tests.bench.load import content_length, request
+from tests.bench.load import Connection, request
 from tests.bench.processes import command_module
 
 _BODY_BYTES = 1024
@@ -43,62 +43,39 @@ def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhi
     return cast("list[float]", found["milliseconds"])
 
 
-class _Client(asyncio.Protocol):
-    """One keep-alive connection, in the pool while idle."""
-
-    def __init__(self, pace: _Pace) -> None:
-        self._pace = pace
-        self._received = b""
-        self._due = 0.0
-        self._transport: asyncio.WriteTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-        self._pace.idle.append(self)
-
-    def send(self, number: int, due: float) -> None:
-        assert self._transport is not None
-        self._due = due
-        self._transport.write(request(number, _BODY_BYTES))
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, end, body = self._received.partition(b"\r\n\r\n")
-        if end and len(body) >= content_length(head):
-            self._received = b""
-            self._pace.answered(self, head[9:12].decode(), perf_counter() - self._due)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the base class's signature
-        self._pace.lost(self)
-
-
 class _Pace:
+    """The idle connections, what waits for one, and when requests in flight were due."""
+
     def __init__(self) -> None:
-        self.idle: list[_Client] = []
         self.statuses: Counter[str] = Counter()
         self.latencies: list[float] = []
         self.total = -1
         self.done = asyncio.Event()
+        self._idle: list[Connection] = []
+        self._due: dict[Connection, float] = {}
         self._waiting: list[tuple[int, float]] = []
 
     def send(self, number: int, due: float) -> None:
-        if self.idle:
-            self.idle.pop().send(number, due)
+        if self._idle:
+            self._write(self._idle.pop(), number, due)
         else:
             self._waiting.append((number, due))
 
-    def answered(self, client: _Client, status: str, seconds: float) -> None:
-        self.statuses[status] += 1
-        self.latencies.append(seconds)
-        self.check()
-        if self._waiting:
-            client.send(*self._waiting.pop(0))
-        else:
-            self.idle.append(client)
+    def _write(self, connection: Connection, number: int, due: float) -> None:
+        self._due[connection] = due
+        connection.transport.write(request(number, _BODY_BYTES))
 
-    def lost(self, client: _Client) -> None:
-        self.statuses["lost"] += client not in self.idle
+    def ready(self, connection: Connection) -> None:
+        if connection in self._due:
+            self.latencies.append(perf_counter() - self._due.pop(connection))
+            self.check()
+        if self._waiting:
+            self._write(connection, *self._waiting.pop(0))
+        else:
+            self._idle.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        self.statuses["lost"] += self._due.pop(connection, None) is not None
         self.check()
 
     def check(self) -> None:
@@ -110,7 +87,7 @@ async def paced(port: int, rate: int, seconds: float, first: int) -> dict[str, o
     loop = asyncio.get_running_loop()
     pace, total = _Pace(), int(rate * seconds)
     for _ in range(_CONNECTIONS):
-        await loop.create_connection(lambda: _Client(pace), "127.0.0.1", port)
+        await loop.create_connection(lambda: Connection(pace), "127.0.0.1", port)
     gc.freeze()
     gc.disable()
     started, sent = perf_counter() + 0.1, 0

@@ -13,8 +13,6 @@ from typing import Any
 
 from extproc.cli.main import describe_version
 
-_BAR = 24
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -96,18 +94,4 @@ def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> N
 
 
 def progress(text: str, done: int, total: int) -> None:
-    """Say on stderr what is being measured: a bar on a terminal, else a line for each step."""
-    filled = _BAR * done // total
-    line = f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{total} {text}"
-    if sys.stderr.isatty():
-        line = f"\r\x1b[K{line}"
-    else:
-        line += "\n"
-    sys.stderr.write(line)
-    sys.stderr.flush()
-
-
-def progress_done() -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+    print(f"{done}/{total} {text}", file=sys.stderr, flush=True)

@@ -26,7 +26,6 @@ TITLE = "similarity: inspecting an agent's request, vs. msgspec decoding the sam
 _LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5, "turns": 1.2}
 _SIZES = (1_000, 10_000, 70_000, 500_000)
 _PROSE = "The pool was closed before the last request came back, so the test saw an error in place of the answer. "
-_CODE = 'def put(self, key):\n    if key is None:\n        raise KeyError("no key")\n    return self.rows[key]\n'
 _SETTINGS = {
     "temperature": 0.2,
     "top_p": 0.95,
@@ -83,10 +82,8 @@ def request(size: int, result: str = _PROSE * 12) -> bytes:
 def run(*, quick: bool) -> list[Row]:
     rows = []
     for number, size in enumerate(_SIZES, 1):
-        progress(f"similarity: {size // 1000} KB", number, len(_SIZES) + 1)
-        rows += _measure(request(size), f"{size // 1000} KB", quick=quick, limited=True)
-    progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
-    rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
+        progress(f"similarity: {size // 1000} KB", number, len(_SIZES))
+        rows += _measure(request(size), f"{size // 1000} KB", quick=quick)
     return [*rows, _measure_log(quick=quick), *_measure_steering(quick=quick)]
 
 
@@ -116,7 +113,7 @@ def _measure_steering(*, quick: bool) -> list[Row]:
     works = {
         f"{kind} {action}": _Streams(_looking(action), body, times).run
         for kind, body in {"stuck": stuck, "at work": at_work}.items()
-        for action in ("warn", "steer", "land")
+        for action in ("warn", "steer")
     }
     works |= {
         name: _Streams(samples.budget(similarity="turns", max_calls_per_tool={tool: 0}), at_work, times).run
@@ -133,7 +130,6 @@ def _measure_steering(*, quick: bool) -> list[Row]:
         )
         for name, more, less, limit in (
             ("a steered request vs. a warned one", "stuck steer", "stuck warn", 1.3),
-            ("a landed request vs. a warned one", "stuck land", "stuck warn", None),
             ("a request that loses a tool vs. one that does not", "narrowed", "whole", None),
             ("a request that is not, under the same policies", "at work steer", "at work warn", 1.1),
         )
@@ -162,7 +158,7 @@ class _Streams:
             stream.close()
 
 
-def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]:
+def _measure(body: bytes, name: str, *, quick: bool) -> list[Row]:
     data = memoryview(body)  # as the service has it
     works: dict[str, Callable[[], object]] = {"decode": lambda: plain(data)}
     plain = msgspec.json.Decoder().decode
@@ -182,7 +178,7 @@ def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]
             f"{name}, {key}",
             ratio(found, key, "decode"),
             "x",
-            _LIMITS[key] if limited else None,
+            _LIMITS[key],
             note.format(median(found[key])),
         )
         for key in looks

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
 from tests.support.chart import NAME, NAMESPACE, objects, of_kind, one
-from tests.support.promql import Reading, series
+from tests.support.promql import Reading, run_promtool, series, write_series
 
 VALUES: dict[str, Any] = {
     "analysis": {
@@ -139,7 +137,7 @@ CASES = {
 @needs_promtool
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_prometheus_evaluates_queries(case: Case, tmp_path: Path) -> None:
-    given = [{"series": _with_target(name), "values": values} for name, values in case.series.items()]
+    given = write_series(case.series, namespace=NAMESPACE, job=NAME, instance="a")
     asked = [
         {
             "expr": f"round({query_of(name)}, 0.0001)",  # increase() extrapolates
@@ -148,16 +146,4 @@ def test_prometheus_evaluates_queries(case: Case, tmp_path: Path) -> None:
         }
         for name in METRICS
     ]
-    file = tmp_path / "test.yaml"
-    tests = [{"interval": "1m", "input_series": given, "promql_expr_test": asked}]
-    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": tests}))
-
-    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _with_target(name: str) -> str:
-    bare, _, labels = name.rstrip("}").partition("{")
-    given = [f'namespace="{NAMESPACE}"', f'job="{NAME}"', 'instance="a"']
-    return f"loopguard_{bare}{{{','.join([*given, labels] if labels else given)}}}"
+    run_promtool({"tests": [{"interval": "1m", "input_series": given, "promql_expr_test": asked}]}, tmp_path)

@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog import encoder, plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.support import ROOT
-from tests.support.promql import Reading, series
+from tests.support.promql import Reading, run_promtool, series, write_series
 
 CHART = ROOT / "helm" / "loopguard"
 DASHBOARD: dict[str, Any] = json.loads((CHART / "dashboards" / "loopguard.json").read_text())
@@ -287,33 +287,10 @@ def test_promtool_accepts_rules() -> None:
 @needs_promtool
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_alerts_fire_in_promtool_cases(case: Case, tmp_path: Path) -> None:
-    given = [{"series": _with_target(name), "values": values} for name, values in case.series.items()]
+    given = write_series(case.series, namespace="agents", job="loopguard", instance="a")
     firing = f'count(ALERTS{{alertname="Loopguard{case.alert}",alertstate="firing"}})'
     expected = [{"labels": "{}", "value": case.fires}] if case.fires else []
-    file = tmp_path / "test.yaml"
-    file.write_text(
-        yaml.safe_dump(
-            {
-                "rule_files": [str(RULES_FILE)],
-                "evaluation_interval": "1m",
-                "tests": [
-                    {
-                        "interval": "1m",
-                        "input_series": given,
-                        "promql_expr_test": [{"expr": firing, "eval_time": f"{case.minute}m", "exp_samples": expected}],
-                    }
-                ],
-            }
-        )
-    )
+    asked = {"expr": firing, "eval_time": f"{case.minute}m", "exp_samples": expected}
+    tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [asked]}]
 
-    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _with_target(name: str) -> str:
-    bare, _, labels = name.rstrip("}").partition("{")
-    target = {"namespace": "agents", "job": "loopguard", "instance": "a"}
-    given = [f'{key}="{value}"' for key, value in target.items() if f"{key}=" not in labels]
-    return f"loopguard_{bare}{{{','.join([*given, labels] if labels else given)}}}"
+    run_promtool({"rule_files": [str(RULES_FILE)], "tests": tests}, tmp_path)

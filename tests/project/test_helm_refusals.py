@@ -98,7 +98,7 @@ PROBLEMS: list[tuple[Values, str]] = [
         "policies.teams[0].configMap=shop is mounted already: name each ConfigMap once.",
     ),
     row(
-        with_policies(*({**policy(f"p-{number}", {"pathPrefix": "/"}), "x-note": "n" * 800_000} for number in range(9))),
+        with_policies(*({**policy(f"p-{number}", {"pathPrefix": "/"}), "x-note": "n" * 450_000} for number in range(9))),
         "policies.bundle takes 9 ConfigMaps of 900 KB, and a release of Helm has no room for more than 8: move policies to",
         "ConfigMaps of their own, and name these in policies.teams.",
     ),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import promql_parser as promql
+import yaml
 from prometheus_client import CollectorRegistry
 
 from extproc.metrics import Metrics
@@ -51,6 +54,25 @@ def words() -> frozenset[str]:
     files = (ROOT / "extproc").rglob("*.py")
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
     return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def run_promtool(document: dict[str, Any], folder: Path) -> None:
+    """Run a test file of promtool."""
+    file = folder / "test.yaml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", **document}))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def write_series(values: Mapping[str, str], **target: str) -> list[dict[str, str]]:
+    """Series of promtool, with the labels of a target where they have none."""
+    return [{"series": _add_target(name, target), "values": value} for name, value in values.items()]
+
+
+def _add_target(name: str, target: Mapping[str, str]) -> str:
+    bare, _, labels = name.rstrip("}").partition("{")
+    given = [f'{key}="{value}"' for key, value in target.items() if f"{key}=" not in labels]
+    return f"loopguard_{bare}{{{','.join([*given, labels] if labels else given)}}}"
 
 
 class Reading:
