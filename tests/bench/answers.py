@@ -30,8 +30,8 @@ TITLE = (
 
 _LIMIT_US = 15
 _LIMIT_FIRST_BYTE = 1.1
+# Entries in a message, which Envoy fills up to 16 KiB.
 _IN_MESSAGE = 20
-"""Entries of a message, which Envoy fills up to 16 KiB."""
 
 _COUNTS = {
     "prompt_tokens": 1_200,
@@ -40,8 +40,8 @@ _COUNTS = {
     "prompt_tokens_details": {"cached_tokens": 1_024, "audio_tokens": 0},
     "completion_tokens_details": {"reasoning_tokens": 20, "audio_tokens": 0},
 }
+# What Envoy reads in the events of a stream.
 _TOLD = {"model": "gpt-4o-2024-08-06", "usage": json.dumps(_COUNTS)}
-"""What Envoy finds in the events of a stream."""
 
 _PATH = "/v1/chat/completions"
 _EVENT = b'data: {"model": "gpt-4o", "choices": [{"index": 0, "delta": {"content": "word"}}], "usage": null}\n\n'
@@ -78,8 +78,8 @@ def _measure_entries(count: int) -> float:
     return spent
 
 
+# Set when the client has the first byte; the model sends the rest afterwards.
 _READ = threading.Event()
-"""The client has the first byte: models take their time for the rest."""
 
 
 class _Model(Handler):

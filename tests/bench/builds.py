@@ -7,13 +7,12 @@ from pathlib import Path
 
 _RUNNING = Path(sys.executable).parent
 
+# Programs of the virtual environment that runs the sources.
 SOURCES = _RUNNING.parents[1] / "bin" if _RUNNING.parent.name == "compiled" else _RUNNING
-"""The programs of the virtual environment in which the sources run as they are."""
 
 _COMPILED = SOURCES.parent / "compiled" / "bin"
 
 NOT_COMPILED = f"there is no {_COMPILED}: `make bench` makes it"
-"""Why there are no figures of the compiled guard."""
 
 
 def find_compiled() -> Path | None:

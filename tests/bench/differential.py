@@ -61,12 +61,13 @@ _NOON = 1_795_694_400 * 10**9
 _ERROR = b"error: "  # no message starts with this
 _TOKEN = "token-of-an-operator"
 _PAGES = ("/loops", "/sessions", "/budgets", "/policies", "/coverage", "/canary", "/overrides", "/readyz")
+# Meaningless differences: the process's own figures, and what servers write by their own timers.
 _MASKED = r"metric:(process_|python_)|admin:.*coverage|key:b'loopguard:(boards:|orders:overrides:version)"
-"""Kinds of differences that say nothing: the process's own figures, and what servers write by their own timers."""
 
+# Runs the command of a version, which first prints its path.
 _MAIN = "import sys, extproc; print(extproc.__file__, flush=True); from extproc.cli.main import main; sys.exit(main())"
-"""The command of a version, which first says which version it is."""
 
+# Imported first by both servers: the driver's time, and randomness that follows from it.
 _CLOCK = """
 import hashlib, mmap, os, time
 _file = mmap.mmap(os.open(os.environ["DIFFERENTIAL_CLOCK"], os.O_RDONLY), 8, prot=mmap.PROT_READ)
@@ -86,8 +87,8 @@ import random
 random._urandom = _draw
 random.seed(1)
 """
-"""What both servers import first: the driver's time, and chance that follows from it."""
 
+# The same time for Valkey.
 _CLOCK_C = """
 #include <fcntl.h>
 #include <stdint.h>
@@ -111,7 +112,6 @@ int clock_gettime(clockid_t which, struct timespec *to) {
     to->tv_sec = now() / 1000000000; to->tv_nsec = now() % 1000000000; return 0;
 }
 """
-"""The same time for Valkey."""
 
 
 # --- policies: each host has some of its own

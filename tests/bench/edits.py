@@ -23,8 +23,8 @@ _NOTE = "Loop detected: the same again. " * 20
 _ROOM = 512
 _OFTEN = 100
 _AGAIN = 4
+# Bytes: the longest body that is edited, and shorter ones, which leave more steps for their contents.
 _SIZES = (MAX_BYTES, MAX_BYTES // 2, MAX_BYTES // 8, 2**15)
-"""Lengths of bodies, in bytes: the longest that is changed, and such as leave more steps for what is in them."""
 
 _FILLINGS: Mapping[str, tuple[str, str, str]] = {
     "text": ('"', "hello, this is a text ", '"'),

@@ -45,7 +45,6 @@ _GROWING: dict[str, list[dict[str, Any]]] = {
 }
 
 _Pairs = Sequence[tuple[bytes, bytes]]
-"""The two messages of each request."""
 
 
 def _make_pairs(count: int, users: int) -> _Pairs:

@@ -28,6 +28,7 @@ TITLE = (
 _CONNECTIONS = 16
 _WARM_UP = 500
 
+# By listener; each one that can run takes part in every round.
 _SERVERS = {
     "go": "null server on grpc-go (GOMAXPROCS=1)",
     "null": "null server on grpc.aio",
@@ -35,11 +36,10 @@ _SERVERS = {
     "pure": "guard, pure Python",
     "grpcio": "guard, pure Python, on --transport grpcio",
 }
-"""By listener; all take part in every round, as far as they are there."""
 
 _GUARDS = ("guard", "pure", "grpcio")
+# A listener without a server.
 _WITHOUT = "without"
-"""A listener that asks no server."""
 
 
 class _Comparison(NamedTuple):

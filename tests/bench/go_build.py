@@ -9,8 +9,8 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "null_go"
 _PROGRAM = Path("build/null-go").absolute()
+# Go's installer puts it here, often not in PATH.
 _INSTALLED = "/usr/local/go/bin"
-"""Where Go's own installer puts it; it is often not in PATH."""
 
 
 class NoGoError(Exception):

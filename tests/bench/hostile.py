@@ -36,9 +36,10 @@ _LOOKING: Mapping[str, Mapping[str, object]] = {
     "tail": {},
     "tool_calls": {"window_calls": 200, "max_cycle": 16},
 }
+# On a server of its own: alone, a policy needs no other detectors' work.
 _TURNS: Mapping[str, object] = {"similarity": "turns", "max_cycle": 16, "cooldown_seconds": 60}
-"""It is on a server of its own: a policy with it needs none of the others that inspect conversations."""
 
+# Readers of bodies, each alone in a policy.
 READERS: Mapping[str, Mapping[str, object]] = {
     "budgets": {
         "rules": [
@@ -66,7 +67,6 @@ READERS: Mapping[str, Mapping[str, object]] = {
         },
     },
 }
-"""What reads bodies, each alone in a policy."""
 
 _KEYS = ["header:x-user-id", "query:page", "jwt:org_id", "ip:address"]
 

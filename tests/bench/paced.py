@@ -26,7 +26,6 @@ _TIMEOUT = 60
 QUANTILES = (0.5, 0.99, 0.999)
 
 Meanwhile = Callable[[], None]
-"""What happens while the pace is kept."""
 
 
 def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhile | None = None) -> list[float]:

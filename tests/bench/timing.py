@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from time import clock_gettime, thread_time
 
+# The clock of a process' CPU time in nanoseconds (Linux, posix-timers_types.h).
 _CPU_CLOCK = 2
-"""The kind of clock that counts a process' time on processors to the nanosecond (Linux, posix-timers_types.h)."""
 _MEGABYTE = bytes(2**20)
+# For a megabyte; 1,100 to 1,700 were seen on the machine that the limits were set on.
 _HASH_US = 1_300
-"""For that megabyte; from 1,100 to 1,700 were seen on the machine on which the limits were set."""
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1_000_000
 
 

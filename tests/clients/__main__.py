@@ -18,6 +18,7 @@ from tests.support import ROOT
 PAGE: Final = ROOT / "docs" / "clients.md"
 MOST_SECONDS: Final = 10
 SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "agents", "nested", "compaction")
+# Session limits, each of which a main agent with two others reaches.
 AGENT_LIMITS: Final = {
     "max_agents": {"max_agents": 1},
     "max_depth": {"max_depth": 0},
@@ -25,10 +26,9 @@ AGENT_LIMITS: Final = {
     "max_spawns_per_minute": {"max_spawns_per_minute": 1},
     "max_steps": {"max_steps": 3},
 }
-"""Limits of sessions, each of which a main agent with two others meets."""
 
+# Limits of depth for an agent that starts one, which starts another.
 DEPTHS: Final = (1, 2)
-"""Limits of depth for an agent that starts one, which starts another."""
 
 NOTED_AT: Final = 3
 

@@ -17,23 +17,21 @@ from fake_model import Call
 Step: TypeAlias = Call | str
 
 NPM, PYPI = "npm", "PyPI"
+# What must be true of every client:
+# - noted: the model reads a note after its third identical turn
+# - refused: a model that continues is refused in the end
+# - ends: the client ends within `MOST_SECONDS` of its first refusal
+# - message: the refusal's message is on the client's screen
+# - finishes: the client finishes its task, if its model follows the note
+# - agents: limits of agents hold, and the main agent reads the reason and finishes
+# - healthy: steps that differ are not acted on
 PROMISES: Final = ("noted", "refused", "ends", "message", "finishes", "agents", "healthy")
-"""What must be true of every client:
-
-- noted: the model reads a note after its third identical turn
-- refused: a model that goes on is refused in the end
-- ends: the client ends within `MOST_SECONDS` of its first refusal
-- message: the refusal's message is on the client's screen
-- finishes: the client finishes its task, if its model does what the note says
-- agents: limits of agents hold, and the main agent reads the reason and finishes
-- healthy: of steps that differ, nothing is acted on
-"""
 
 KEY: Final = "{key}"
 _NO_FILES: Final[Mapping[str, str]] = {}
 _AGENTS: Final = str(Path(__file__).with_name("agents.py"))
+# The model's last words; on a client's screen, they show that the task was finished.
 DONE: Final = "This is my final report."
-"""What the model says at the end of a task; on a client's screen it shows that the task was finished."""
 
 
 class Client(NamedTuple):

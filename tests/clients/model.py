@@ -22,35 +22,35 @@ from extproc.request.notes import OPENING
 from tests.clients.catalog import Client, Step
 from tests.support.listening import Handler
 
+# Of honest work.
 STEPS: Final = 20
-"""Of honest work."""
 
+# The person's words, which sub-agents do not get.
 TASK: Final = "Read the files in this folder, one by one, and report."
-"""What the person asks for: sub-agents are not told."""
 
+# Steps after which the context is reported as full.
 FULL_AFTER: Final = 2
-"""Steps after which the context is said to be full."""
 
 SUBTASKS: Final = ("subtask alpha", "subtask beta")
+# Start of the text that replaces an agent that was not started.
 LIMITED: Final = "Agent limit reached"
-"""The start of what an agent is told that was not started."""
 
+# Equal answers after which the model gives up.
 _LONGEST_LOOP: Final = 40
-"""Equal answers after which the model gives up: nothing stopped the client."""
 
 _LAST: Final = b"data: [DONE]"
+# In the newest message of a client that asks for a summary.
 _COMPACTION: Final = re.compile(r"(?i)summar|compact|continu|handoff")
-"""A word in the newest message of a client that asks for a summary."""
 
 SUMMARY: Final = "They are to be read."
+# Codex asks its own provider by this; no other can read the summary.
 _TRIGGER: Final = "compaction_trigger"
-"""By which Codex asks its own provider, whose summary is an item that nobody else can read."""
 
+# A prompt that clients take for a full context, and not yet for too long.
 _FULL: Final = 230_000
-"""Tokens of a prompt with which clients take the context to be full, and not yet for too long."""
 
+# The id of a sub-agent, in the result of the call that started it.
 _AGENT: Final = re.compile(r'agent_id[\\]*":[\\]*"([^"\\]+)')
-"""The id of a sub-agent, in the result of the call that started it."""
 
 _STREAM_GEMINI: Final = ":streamGenerateContent"
 
@@ -298,7 +298,6 @@ _OTHERS: Final[Sequence[tuple[str, dict[str, Any]]]] = (
     (r"/count_tokens$|:countTokens$", {"input_tokens": 1000, "totalTokens": 1000}),
     (r"/models(/|$)", {"object": "list", "data": [_LISTED], "models": [], "has_more": False}),
 )
-"""What is answered to other paths."""
 
 
 @contextmanager

@@ -25,11 +25,11 @@ from tests.support.harness import Stack, stack
 
 INSTALLED: Final = ROOT / ".venv" / "clients"
 _MOST_SECONDS: Final = 240
+# Seconds that a client may run in all, and after a refusal; then it is killed.
 _AFTER_REFUSAL: Final = 60
-"""Seconds that a client may run, in all and after it was refused; then it is killed."""
 
+# Path prefixes by script, as behind a gateway.
 _PREFIXES: Final = {"obey": "/gateway", "work": "/teams/a/llm"}
-"""What stands before the API's own path, by script, as behind a gateway; nothing in the other scripts."""
 
 _FOLDER_OF_COMMANDS: Final = {NPM: "node_modules/.bin"}
 _MARK: Final = "recursive_loop_detected"

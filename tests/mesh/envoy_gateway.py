@@ -39,8 +39,8 @@ VALUES: Values = {
     },
 }
 OURS = ("Service", "EnvoyExtensionPolicy", "ClientTrafficPolicy", "BackendTLSPolicy", "ReferenceGrant")
+# HTTPRoutes and their rules; each takes the paths that begin with its name.
 ROUTES = {"chat": ["chat"], "several": ["guarded", "open"], "rest": ["rest"]}
-"""HTTPRoutes with their rules, each of which takes what begins with its name."""
 
 
 def write_object(kind: str, name: str, spec: Object, version: str = "gateway.networking.k8s.io/v1") -> Object:

@@ -178,12 +178,12 @@ def test_body_survives_death_of_loopguard() -> None:
 # ---- What Istio makes of every case
 
 
+# Where the cases attach Loopguard.
 PROXIES: dict[str, Object] = {
     "GATEWAY": {"Type": "router", "IP": "10.1.1.1", "Namespace": GATEWAYS, "Labels": LABELS},
     "SIDECAR_INBOUND": {"Type": "sidecar", "IP": "10.1.1.2", "Namespace": "guards", "Labels": {"app": "agent-api"}},
     "SIDECAR_OUTBOUND": {"Type": "sidecar", "IP": "10.1.1.3", "Namespace": "agents", "Labels": {"app": "agent"}},
 }
-"""Where the cases attach Loopguard."""
 
 
 def write_service(proxy: Object, port: int, at: int) -> Iterator[Object]:

@@ -32,8 +32,8 @@ CLUSTERS = {"istio": f"{istio_mesh.CLUSTER};", "envoy-gateway": "envoyextensionp
 each_mesh = pytest.mark.parametrize("mesh", VALUES)
 LOOP = [200, 200, 429]
 CLIENTS = 4
+# Seconds until a pod gives up on a silent store; on a busy machine, too, a healthy one answers before.
 UNREACHABLE = "1"
-"""Seconds until a pod gives up on a silent store; a healthy one answers within them on a busy machine, too."""
 
 
 @dataclass

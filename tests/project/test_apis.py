@@ -11,8 +11,9 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "extproc"
 NAMES = ("openai", "anthropic", "gemini", "bedrock", "ollama", "vertex", "azure")
+# Protocols that other rooms name, too, and an API whose name is a usual word.
 UNNAMED = {"grpc", "json_rpc", "responses"}
-"""Files of protocols that other rooms name as well, and of an API whose name is a usual word."""
+# In bodies, answers and paths, in addition to what the APIs declare.
 FIELDS = (
     *("jsonrpc", "json-rpc", "tools/call", "message/send", '"isError"', "function_call", "functionCall", "functionResponse"),
     *("tool_choice", "toolChoice", "parallel_tool", "tool_use", "toolUse", "tool_result", "toolResult"),
@@ -20,8 +21,8 @@ FIELDS = (
     *("previous_response", "stream_options", "generateContent", "usageMetadata", "prompt_tokens", "completion_tokens"),
     *("promptTokenCount", "inputTokens", "eval_count", "additional_tools", "/deployments/", "/model/", "/models/"),
 )
-"""Of bodies, of answers and of paths, beside those that the APIs themselves declare."""
 
+# Words that mean something else here.
 ALLOWED = {
     ("detectors/actions.py", "function_call"): "a key by which models write an action into a text, whatever the API",
     ("cli/commands/explain.py", "/v1/messages"): "a path in an example",
@@ -56,7 +57,6 @@ ALLOWED = {
     ),
     ("cli/envoy_config/templates/bootstrap.yaml", "/responses"): "a comment that says which WebSockets are refused",
 }
-"""Where such a word means something else, and what."""
 
 
 def list_words() -> list[str]:

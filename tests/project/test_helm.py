@@ -50,8 +50,8 @@ from tests.support.chart.envoy_gateway import ENVOY_GATEWAY
 from tests.support.chart.rollouts import CLUSTER_WIDE, ROLLOUTS
 from tests.support.documents import bundle, policy
 
+# The oldest supported version, a middle one, and the newest with published schemas.
 KUBERNETES = ("1.27", "1.32", "1.37")
-"""The oldest version that the chart takes, a middle one, and the newest whose schemas there are."""
 
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
@@ -70,8 +70,8 @@ def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
+# The schemas take seconds to import.
 needs_schemas = pytest.mark.deep
-"""Schemas of all of Istio's and Prometheus's kinds take seconds to import."""
 
 
 @cache
@@ -600,8 +600,8 @@ def test_network_policy_admits_named_peers() -> None:
     assert test_labels[expression["key"]] not in expression["values"]
 
 
+# The source of probes in Istio's ambient mode.
 KUBELET = {"ipBlock": {"cidr": "169.254.7.127/32"}}
-"""From where its probes come in Istio's ambient mode."""
 
 
 def mesh(tls: str) -> Values:

@@ -145,6 +145,7 @@ class Instead(NamedTuple):
     check: Callable[[str], None]
 
 
+# By the start of the command.
 NOT_TYPED: Mapping[str, Instead] = {
     "make bench": Instead("it measures for minutes, and nothing else may run then", _has_flags),
     "loopguard canary": Instead(
@@ -157,7 +158,6 @@ NOT_TYPED: Mapping[str, Instead] = {
     ),
     "helm": Instead("it takes a cluster", _renders),
 }
-"""By how the command starts."""
 
 
 def _instead(command: str) -> Instead | None:
@@ -179,12 +179,12 @@ class Stays:
     ends: tuple[str, ...]
 
 
+# By the start of the command. Each has a terminal of its own.
 STAYING: Mapping[str, Stays] = {
     "make run": Stays("Ctrl-C stops everything", ("make run",)),
     "loopguard serve": Stays("serving listen=", ("make run", "loopguard serve")),
     "envoy": Stays("all dependencies initialized. starting workers", ("make run", "envoy")),
 }
-"""By how the command starts. A reader has a terminal for each."""
 
 _DEMO = "127.0.0.1:10000"
 _PROVIDER = "api.anthropic.com:443"
@@ -192,6 +192,7 @@ _UPSTREAM = "127.0.0.1:8080"
 _VALKEY = "10.0.0.5:6379"
 
 
+# A reader's `envoy`: the real one, with patience for a busy machine.
 _PATIENT_ENVOY = f"""#!{sys.executable}
 import json, os, sys
 sys.path.append({str(ROOT)!r})
@@ -208,8 +209,8 @@ if "-c" in arguments:
         json.dump(configuration, file)
 os.execv(ENVOY, [ENVOY, *arguments])
 """
-"""What a reader's `envoy` is: the real one, on a machine that may be busy."""
 
+# A reader's `claude`: an agent on the provider's SDK that repeats a failing call.
 _CLAUDE = f"""#!{sys.executable}
 import anthropic
 turn = [
@@ -219,7 +220,6 @@ turn = [
 messages = [{{"role": "user", "content": "What does app.py do?"}}, *turn * 3]
 anthropic.Anthropic(api_key="key").messages.create(model="m", max_tokens=9, messages=messages)
 """
-"""What a reader's `claude` is: an agent on the provider's SDK, which repeats a failing call."""
 
 
 class Reader:
@@ -341,8 +341,8 @@ def reader(page: Path, valkey: Server) -> Iterator[Reader]:
     provider.stop()
 
 
+# In a refusal; on a busy machine it may read otherwise.
 _MOMENT = "within a second"
-"""Stands in a refusal; on a machine that is busy it may read otherwise."""
 
 
 @pytest.mark.deep

@@ -4,4 +4,3 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-"""The checkout."""

@@ -19,8 +19,8 @@ from tests.support.service import decoded, exchange, make_service, metadata_of, 
 
 AGENTS: dict[str, Any] = json.loads((Path(extproc.policy.presets.__path__[0]) / "agents.json").read_text())
 
+# The number of equal turns at which the preset refuses a strong loop.
 REFUSED = 7
-"""The number of equal turns at which the preset refuses a strong loop."""
 
 
 def ask_preset(service: Service, value: object, path: str) -> ProcessingResponse:

@@ -27,9 +27,10 @@ BROWSER = pytest.mark.skipif(
 )
 
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
+# Keys that type no character, by the numbers that browsers use.
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27}
-"""Keys that type no character, with the numbers that browsers know them by."""
 
+# WCAG 2.2, 1.4.3
 _UNREADABLE = """
 (() => {
   const parse = text => text.match(/[0-9.]+/g).map(Number);
@@ -54,7 +55,6 @@ _UNREADABLE = """
   return found;
 })()
 """
-"""WCAG 2.2, 1.4.3: at least 4.5 to 1."""
 
 _WIDE = """
 [...document.querySelectorAll("body *")].filter(each => each.getBoundingClientRect().right > innerWidth + 1)

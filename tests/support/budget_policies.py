@@ -13,8 +13,8 @@ from tests.support.envoy_logs import log
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of
 
+# 2026-11-26, a Thursday, in milliseconds.
 NOON = 1_795_694_400_000
-"""2026-11-26, a Thursday, in milliseconds."""
 
 REJECT = [{"threshold_percent": 100, "action": "reject"}]
 KEY = ["header:x-api-key"]

@@ -13,12 +13,12 @@ from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, MARKED_MS, MINU
 from tests.support.records import replace
 from tests.support.servers import Driver
 
+# A Thursday.
 NOON: Final = int(datetime(2026, 11, 26, 12, tzinfo=UTC).timestamp() * 1000)
-"""A Thursday."""
 
 WEEK: Final = 604_800_000
+# 1970-01-04, the first Sunday.
 SUNDAY: Final = 259_200_000
-"""1970-01-04, the first Sunday."""
 
 DIGITS: Final = "7f"
 
@@ -40,6 +40,7 @@ class Asked(NamedTuple):
     now: int
 
 
+# Requests, and for each take `granted`, `fits`, `left` and `wait_ms`; nothing for a settlement.
 CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] = {
     "a bucket is full at first, fills while it is waited for, and says how long": [
         (Asked([make_bucket(7)], NOON), [(True, True, 3, 0)]),
@@ -151,7 +152,6 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_period(1, limit=10**15)], NOON), [(True, True, 0, 0)]),
     ],
 }
-"""Requests, and for each take `granted`, `fits`, `left` and `wait_ms`; nothing for a settlement."""
 
 
 class Bucket:

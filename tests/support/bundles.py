@@ -81,6 +81,7 @@ def _configured(kind: str, **config: object) -> list[dict[str, Any]]:
     return [{"name": "r", "algorithm": kind, "algorithm_config": config}]
 
 
+# A budget's keys, and the error.
 RULE_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "rules",
@@ -181,7 +182,6 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
         ],
     ),
 ]
-"""A budget's keys, and what is wrong with them."""
 
 
 def unknown(*keys: str) -> str:

@@ -91,8 +91,8 @@ _SENT = st.builds(
     st.lists(_MESSAGES, max_size=5).map(tuple),
     st.sampled_from(["x", "y", "z" * 64]),
 )
+# Requests of a caller, each with the milliseconds since the one before.
 STEPS = st.lists(st.tuples(_SENT, st.integers(0, 50) | st.integers(0, 130_000) | st.integers(-900_000, 900_000)), max_size=40)
-"""Requests of a caller, each with the time since the one before in milliseconds."""
 
 
 KEYS = ("key", "before", "own", "usage")

@@ -71,8 +71,8 @@ def codes(document: Json, policies: Json = None) -> list[str]:
     return [item.code if item.hurts else f"({item.code})" for item in report(document, policies).findings]
 
 
+# Delays requests for 30 s at most.
 CHAT = bundle(policy("chat", {"pathPrefix": "/chat"}, action="throttle", limit_keys=["header:x-user-id"]))
-"""Holds requests for 30 s at most."""
 
 MANAGER = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config"
 

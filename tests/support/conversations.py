@@ -69,8 +69,8 @@ HABITS = {
 }
 
 
+# A client gives up at the third refusal.
 PATIENCE = 3
-"""A client gives up at this many refusals."""
 
 
 class Sent(NamedTuple):

@@ -24,8 +24,8 @@ from extproc.request.patch import Patch
 
 NOTE: Final = '\n\n[note: "f" \\ again]'
 _WRITTEN: Final = json.dumps(NOTE)[1:-1]
+# Reasons to leave a body unchanged. A failed verification is not among them: it means a wrong edit.
 _REASONS: Final = {"not_json", "ambiguous_body", "inspect_limit", "no_messages", "no_result", "no_choice"}
-"""Why a body may stay as it is; one that could not be verified has been changed wrongly before."""
 
 _ASSISTANTS: Final = {"assistant", "model", "ai"}
 _REQUEST: Final = HttpRequest("POST", "/v1/x")
@@ -420,8 +420,8 @@ def _follow(value: Value, path: Path) -> Value:
 
 _KEYS: Final = ('"content":"', '"gateway_note":"', '"gateway_note_":"')
 _OPENINGS: Final = ('{"type":"text","text":"', '{"type":"input_text","text":"', '{"text":"', *_KEYS)
+# The possible texts before a note that is not appended to a text.
 _AROUND: Final = (*_OPENINGS, *["," + opening for opening in _OPENINGS])
-"""All that may stand before a note that is not in a text."""
 
 
 def _is_rest(old: str, pieces: Sequence[str]) -> bool:

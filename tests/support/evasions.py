@@ -28,6 +28,7 @@ def _or_think(number: int, tool: str, **thoughts: object) -> Did:
     return _call(tool, "ok", **thoughts) if number % 2 else _read()
 
 
+# By what varies: the turn of each number. docs/detectors.md says what still hides a loop.
 EVASIONS: dict[str, Callable[[int], Did]] = {
     "nothing": lambda _: _read(),
     "a reason": lambda n: _read(reason=f"look no. {n}"),
@@ -64,4 +65,3 @@ EVASIONS: dict[str, Callable[[int], Did]] = {
     "zero-width characters": lambda n: _read(of="a" + "\u200b" * n),
     "two tools in turn, and a number": lambda n: _call(["read_file", "view"][n % 2], "nothing here", path="a", n=n),
 }
-"""The turn of each number, by what varies. What still hides a loop stands in `docs/detectors.md`."""

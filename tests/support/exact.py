@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from tests.support import ROOT
 
+# Patterns up to this length are the rule itself; longer ones are shortcuts.
 _LONGEST_EXACT = 40
-"""What a pattern of up to this length finds is what is meant; longer ones are quick looks."""
 
 
 class AskEachTime:

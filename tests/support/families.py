@@ -7,11 +7,11 @@ from itertools import product
 
 from tests.support.turn_writers import Did
 
+# Variants of a family, each a conversation of `TURNS` turns.
 Family = Callable[[], list[list[Did]]]
-"""Its variants, each a conversation of `TURNS` turns."""
 
+# One less than the threshold of a weak loop.
 TURNS = 13
-"""One less than a weak loop has to stand."""
 
 LONG = "2026-11-24 page 1: nothing that was not here before. " * 6
 FATAL = "error: permission denied for role agent"
@@ -187,6 +187,7 @@ def looked_again() -> list[list[Did]]:
     ]
 
 
+# None of these is refused before the 14th turn.
 HONEST: dict[str, Family] = {
     "status polls": status_polls,
     "empty waits": empty_waits,
@@ -201,7 +202,6 @@ HONEST: dict[str, Family] = {
     "asked again by a person": asked_again,
     "looked again behind a change": looked_again,
 }
-"""None of these is refused before it has stood 14 times."""
 
 
 def fixed_one_by_one() -> list[list[Did]]:
@@ -287,6 +287,7 @@ def long_looks() -> list[list[Did]]:
     ]
 
 
+# No rule may act on these.
 PROGRESS: dict[str, Family] = {
     "tests of which fewer fail": fixed_one_by_one,
     "a repair": repaired,
@@ -294,7 +295,6 @@ PROGRESS: dict[str, Family] = {
     "what is watched": watched,
     "long looks": long_looks,
 }
-"""Nothing is done about these, whatever rules there are."""
 
 
 def long_polls() -> list[list[Did]]:
@@ -332,12 +332,12 @@ def fatal_limits() -> list[list[Did]]:
     return [same(tool, error) for tool, error in product(tools, errors)]
 
 
+# These look like loops; their tools need an exemption.
 UNTELLABLE: dict[str, Family] = {
     "long polls": long_polls,
     "a service that fails fatally": fatal_services,
     "rate limits told as fatal errors": fatal_limits,
 }
-"""These look like loops; their tools have to be allowed."""
 
 
 def make_loop(turns: list[Did], result: str) -> list[Did]:

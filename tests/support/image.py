@@ -36,8 +36,8 @@ from tests.support.harness import PATIENCE
 
 DOCKERFILE = ROOT / "Dockerfile"
 AS_ROOT = os.getuid() == 0
+# The only module that is compiled for the tested image: it has no imports, whose types would be checked, too.
 COMPILED = "extproc/tallies.py"
-"""What is compiled of the image that is tested: it imports nothing, whose types would be looked at as well."""
 
 
 def instructions() -> list[tuple[str, str]]:

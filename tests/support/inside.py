@@ -93,7 +93,6 @@ IMPORTED = {
         acceptor fast grpc grpcio headers health http2 tls
     """,
 }
-"""Modules of the package that tests may import, by folder."""
 
 _PRIVATE = re.compile(r"_[^_]")
 _BY_NAME = {"setattr", "getattr", "delattr", "hasattr"}

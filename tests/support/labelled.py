@@ -16,8 +16,8 @@ from tests.support.evasions import EVASIONS, TURNS
 from tests.support.families import HONEST, UNTELLABLE, make_loop
 from tests.support.turn_writers import SHAPES, STYLES, Did, Writer, as_text
 
+# Variants of each family.
 EACH = 5
-"""Variants of each family."""
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 _AGENT = {"name": "a", "version": "1", "tool_definitions": TOOLS}

@@ -26,8 +26,8 @@ from extproc.store.rules.session import (
 )
 from tests.support.records import replace
 
+# A minute without requests ends the session.
 NO_LIMITS = Limits(60_000, 100)
-"""A minute without requests ends the session."""
 
 
 def limit(**limits: Any) -> Limits:  # noqa: ANN401  # the fields of Limits
@@ -295,8 +295,8 @@ _GAPS = st.integers(0, 5_000) | st.sampled_from([59_999, 60_000, 599_999, 600_00
 _MOVES = ("step", "step", "step", "side", "side", "retry", "compact", "branch", "settle", "fail", "refuse", "withdraw")
 
 
+# Session (of four), move, a number that varies it, and milliseconds since the move before.
 MOVES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(_MOVES), st.integers(0, 4), _GAPS), max_size=60)
-"""Which of four sessions, what it does, a number that makes it vary, and after how many milliseconds."""
 
 
 def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking) -> list[Standing]:
@@ -383,6 +383,7 @@ def in_session(name: str, number: int, limits: Limits, **changes: Any) -> Step: 
 Case = list[tuple[int, Step | Settlement, str]]
 
 
+# Time, question, and the store's answer.
 CASES: dict[str, Case] = {
     "no limits": [(number, make_step(number, NO_LIMITS, call("read") * number), "ok") for number in range(40)],
     "steps": [
@@ -687,4 +688,3 @@ CASES: dict[str, Case] = {
         (4, make_step(3, _TWO_STEPS), "max_steps 2/2"),
     ],
 }
-"""When, what is asked, and what a store says to it."""

@@ -44,6 +44,7 @@ def cluster_names(found: Object) -> Iterator[str]:
                 yield asking["grpc_service"]["envoy_grpc"]["cluster_name"]
 
 
+# Envoy Gateway's settings of HTTP connections that the chart leaves alone; tests/mesh checks them.
 GATEWAY_LEFT = {
     "use_remote_address": True,
     "normalize_path": True,
@@ -51,7 +52,6 @@ GATEWAY_LEFT = {
     "path_with_escaped_slashes_action": "UNESCAPE_AND_REDIRECT",
     "proxy_100_continue": None,
 }
-"""What Envoy Gateway says of HTTP connections, and the chart leaves alone; tests/mesh asks its translator."""
 
 
 BODY_MODES = {"Streamed": "STREAMED", "Buffered": "BUFFERED", "BufferedPartial": "BUFFERED_PARTIAL"}
@@ -135,8 +135,8 @@ def gateway_configuration(text: str, values: Values) -> str:
     return json.dumps(made)
 
 
+# The folder that `make test-mesh` builds into.
 BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
-"""The folder with what `make test-mesh` has built."""
 
 
 USER = {"x-user-id": "ann"}

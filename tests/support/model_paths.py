@@ -47,8 +47,8 @@ MODEL_CALLS = {
     "/ollama/api/generate": "ollama",  # Open WebUI
     "/v1/chat/completions/": "openai",  # some servers ignore the last slash
 }
-"""By path, the API whose model answers."""
 
+# Paths of the same services without a model, or whose answer is no turn of a conversation.
 OTHER_CALLS = [
     "/v1/messages/count_tokens",
     "/v1/messages/batches",
@@ -77,4 +77,3 @@ OTHER_CALLS = [
     "/mcp",
     "/",
 ]
-"""Paths of the same services on which no model answers, or whose answer is no turn of a conversation."""

@@ -58,4 +58,3 @@ def look_around(made: Stack, events: Path) -> Iterator[tuple[str, bytes]]:
 
 
 STATE = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0)
-"""A server without anything to report."""

@@ -18,13 +18,12 @@ from extproc.metrics import Metrics
 from extproc.operator.canary.pairs import Pairs
 from tests.support import ROOT
 
+# Labels that Prometheus adds; the namespace in Kubernetes only.
 TARGET = frozenset({"namespace", "job", "instance"})
-"""What Prometheus adds about the process that it scraped; the namespace where it runs in Kubernetes."""
 
 _SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 
 _ROW = re.compile(r"^\|`(\w+)\{?([\w,]*)\}?`\|", re.MULTILINE)
-"""A metric of the reference, with its labels."""
 
 Series = dict[str, frozenset[str]]
 

@@ -10,20 +10,20 @@ from tests.support import ROOT as CHECKOUT
 
 ROOT = CHECKOUT / "extproc"
 
+# From the ground up: a room imports from those before it. Modules at the root that import no room are
+# below all of them; those that do, which build and run the server, are below the command alone.
 ROOMS = (
     "request", "apis", "store", "detectors", "sessions", "budgets", "policy", "engine", "operator", "ext_proc", "transport",
     "cli",
 )  # fmt: skip
-"""From the ground up: a room imports from those before it. Modules at the root that import no room are below all of them; those
-that do, which build and run the server, are below the command alone."""
 
 GENERATED = "pb"
+# By name below the package, such as `store/memory`; a folder's name is its `__init__.py`.
 FILES = {
     str(file.relative_to(ROOT).parent if file.name == "__init__.py" else file.relative_to(ROOT).with_suffix("")): file
     for file in sorted(ROOT.rglob("*.py"))
     if file.relative_to(ROOT).parts[0] != GENERATED and file != ROOT / "__init__.py"
 }
-"""By the module's name below the package, such as `store/memory`; a folder's own name is its `__init__.py`."""
 
 
 @cache

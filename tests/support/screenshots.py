@@ -26,8 +26,8 @@ SCAN = (1060, 400)
 SCHEMES = ("light", "dark")
 
 _TOKENS = 60_250
+# The bytes of these tokens.
 _CONTEXT = "Word " * 48_000
-"""As many bytes as these tokens have."""
 
 _ANSWER = whole(model="gpt-4o", usage={"prompt_tokens": _TOKENS, "completion_tokens": 214})
 _ROW = "[...document.querySelectorAll('.row')].find(row => row.innerText.includes('spender-7'))"

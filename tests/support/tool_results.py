@@ -14,7 +14,7 @@ from pathlib import Path
 
 _PARTS = re.split(r"(?m)^%%% (\w+) \w+\n", Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))[1:]
 
+# The kind of failure, empty for none, and the result.
 TOOL_RESULTS = [
     ("" if kind == "none" else kind, text.removesuffix("\n")) for kind, text in zip(_PARTS[::2], _PARTS[1::2], strict=True)
 ]
-"""The kind of failure, empty where there is none, and the result."""

@@ -18,21 +18,20 @@ from tests.bench import samples
 
 ROOT = Path(extproc.__file__).parent
 _GENERATED = "pb/"
+# Parts of the enclosing function; Python 3.12 inlines most of them.
 _INLINE = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}
-"""Parts of the function that they stand in; Python 3.12 inlines most of them."""
 
+# In the agent's history: enough for `turns` to compare.
 _CALLS = 3
-"""Of the agent's history: enough that `turns` has something to compare."""
 
 Request: TypeAlias = tuple[dict[str, Any], Callable[[int], bytes]]
-"""A policy, and the bodies of a client's successive requests."""
 
+# All pass. Those of `session` are `turns` with a session.
 REQUESTS: dict[str, Request] = {
     "exact": (samples.policy(), samples.chat_body),
     "turns": (samples.policy(similarity="turns"), lambda number: samples.agent_body(1, number + _CALLS)),
     "session": (samples.talk(), lambda number: samples.agent_body(1, number + _CALLS)),
 }
-"""All of them are let through. Those of `session` are `turns` that name a session, which remembers them."""
 
 
 class Way:

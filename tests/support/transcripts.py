@@ -55,8 +55,8 @@ class AgentSession(NamedTuple):
         return len(self.turns)
 
 
+# A step with the same error each time.
 FAILING = Did((("check", {"part": 1}),), ("Error: part 1 is broken. " + "It is. " * 30,))
-"""A step that gets the same error each time."""
 
 Lines = list[Json]
 
@@ -162,7 +162,6 @@ COPIES: dict[str, Callable[[AgentSession, AgentSession, int], Lines]] = {
     "claude code": copy_claude_code,
     "codex": fork_codex,
 }
-"""Sessions that have copies of another one, by format."""
 
 
 def _count_codex(session: AgentSession, number: int) -> Json:
@@ -403,7 +402,6 @@ FORMATS: dict[str, Callable[[AgentSession], Lines]] = {
         for way in ("messages", "structured", "events", "numbered", "openinference")
     },
 }
-"""Every format that is read."""
 
 
 def hash_name(name: str, number: int) -> int:

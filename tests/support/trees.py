@@ -127,11 +127,11 @@ AGENT_LIMITS_OF_ALL_KINDS = st.builds(
 
 _GAPS = st.integers(0, 4_000) | st.sampled_from([29_000, 59_999, 60_000, 61_000])
 
+# Agent (0 is the root), parent, move, milliseconds. Ten agents claim anything: that they are their own
+# parents, or have an unknown one.
 TREE_MOVES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 10), st.sampled_from(["step", "step", "step", "retry"]), _GAPS), max_size=60
 )
-"""Which agent asks, or the root, who its parent is, what it does, and after how many milliseconds. Ten agents claim anything:
-that they are their own parents, or name an unknown one."""
 
 
 def play_tree(

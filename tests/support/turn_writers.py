@@ -170,7 +170,6 @@ PATHS = {
     "gemini": "/v1beta/models/m:generateContent",
     "bedrock": "/model/m/converse",
 }
-"""Where each of these APIs takes requests."""
 
 
 def _command(turn: Did) -> str:

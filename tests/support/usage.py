@@ -40,8 +40,8 @@ def hang_up() -> bytes:
     raise ConnectionAbortedError
 
 
+# Ends before its content-length.
 HUNG_UP = Reply([hang_up], cut=True, headers={"content-length": "5"})
-"""More was promised."""
 
 
 class Model:
@@ -150,8 +150,8 @@ CONVERSE_USAGE = {
 }
 
 
+# The last event repeats the whole response.
 LONG = "x" * 100_000
-"""A response's last event repeats all of it."""
 
 
 TOLD: dict[str, tuple[Reply, str, Usage]] = {

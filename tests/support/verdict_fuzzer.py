@@ -47,7 +47,6 @@ TOOLS: list[tuple[tuple[str, int], ...]] = [
 ]
 PATIENT = [Rules(rules.ladder, rules.weak, rules.offers, rules.max_cycle, tools) for rules in RULES for tools in TOOLS]
 PATIENT += [Rules((("reject", 3),), weak, tools=(("poll", most), ("view", 5))) for weak in (None, 14) for most in (20, 30)]
-"""With thresholds of tools."""
 
 SHAPES: Final = ["chat", "anthropic", "responses", "fence", "react"]
 

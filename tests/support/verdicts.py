@@ -15,8 +15,8 @@ from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
 
 READS, CHANGES = "reads", "changes"
 TOOLS = {"view": READS, "list_files": READS, "tweak": "", "poll": "", "edit": CHANGES, "mcp__disk__write_file": CHANGES}
-"""Tools by what their names say."""
 
+# Results and their worth; `@` is a number.
 RESULTS = {
     "ok": "fine",
     "": "fine",
@@ -33,15 +33,14 @@ RESULTS = {
     "error: job @ is broken": "fatal",
     "error: 1@ of 200 tests failed": "fatal",
 }
-"""What comes back, and what it is worth; `@` is a number."""
 
+# A program's usual words; `@` is a number.
 WORDS = {
     "continue": "fine",
     "Heartbeat @: anything new?": "fine",
     "read the list and work on it. " * 9: "long",
     "error: no command was found in what you wrote": "fatal",
 }
-"""What programs say again and again, `@` being a number."""
 
 
 @dataclass(frozen=True)

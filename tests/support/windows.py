@@ -56,8 +56,8 @@ def oracle_of(steps: Sequence[tuple[Hit, int]]) -> list[Count]:
     return answers
 
 
+# Whether each request is a loop, and the milliseconds since the one before.
 COOLDOWN_STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 60)), min_size=1, max_size=30)
-"""Whether each request is a loop, and how long after the one before it comes, in milliseconds."""
 
 
 def cooldown_hits(steps: Sequence[tuple[bool, int]], cooldown_ms: int = 50) -> list[tuple[Hit, int]]:
@@ -67,6 +67,7 @@ def cooldown_hits(steps: Sequence[tuple[bool, int]], cooldown_ms: int = 50) -> l
     return [(loop[looping], 1_000 + sum(gap for _, gap in steps[: place + 1])) for place, (looping, _) in enumerate(steps)]
 
 
+# A hit, its times, and count, looping, cooldown and span each time; `set back` is about the clock.
 COUNTS: dict[str, tuple[Hit, list[int], list[tuple[int, bool, int, int]]]] = {
     "set back by less than the window: simultaneous with the last request, then on by the new clock": (
         make_hit(threshold=4),
@@ -127,7 +128,6 @@ COUNTS: dict[str, tuple[Hit, list[int], list[tuple[int, bool, int, int]]]] = {
         for kind in WINDOW_TYPES
     },
 }
-"""A hit, the times at which it comes, and count, looping, cooldown and span each time; `set back` is about the clock."""
 
 
 def make_push(entry: str, request: str = "", **changes: Any) -> Push:  # noqa: ANN401  # Push's own fields
@@ -136,6 +136,7 @@ def make_push(entry: str, request: str = "", **changes: Any) -> Push:  # noqa: A
     return made._replace(**changes)
 
 
+# Pushes to one ring, their times, and the entries that each finds, separated by spaces.
 PUSHES: dict[str, list[tuple[int, Push, str]]] = {
     "entries stand in their order": [(0, make_push("a"), "a"), (1, make_push("b"), "a b"), (2, make_push("c"), "a b c")],
     "equal entries of several requests all stand": [(0, make_push("a", "1"), "a"), (1, make_push("a", "2"), "a a")],
@@ -174,12 +175,12 @@ PUSHES: dict[str, list[tuple[int, Push, str]]] = {
         (3, make_push("x")._replace(request=bytes(range(248, 256))), " " + "\0" * 64 + " \r\n*3"),
     ],
 }
-"""Pushes to one ring, when, and the entries that each finds, with spaces between."""
 
 
 _REQUESTS = st.integers(0, 6).map(lambda number: bytes([number] * 8))
 
 
+# Pushes to one ring, each with the time since the one before.
 PUSH_STEPS = st.tuples(st.integers(1, 4), st.integers(5, 50)).flatmap(
     lambda ring: st.lists(
         st.tuples(
@@ -189,7 +190,6 @@ PUSH_STEPS = st.tuples(st.integers(1, 4), st.integers(5, 50)).flatmap(
         max_size=30,
     )
 )
-"""Pushes to one ring, each with the time since the one before."""
 
 
 def rings_of(steps: Sequence[tuple[Push, int]]) -> list[list[bytes]]:

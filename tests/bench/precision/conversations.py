@@ -19,11 +19,9 @@ from extproc.cli.scan.atif import TrajectoryStep, write_step
 from extproc.request.document import Document, NotCounted
 
 LABEL = '{"loop": true, "begins": 4, "success": false, "kind": "a broken tool"}'
-"""An example, for messages."""
 
 _PATH = "/"
 _OWN = frozenset({"id", "label", "file", "path", "headers", "requests"})
-"""Keys of a line that do not belong to a body."""
 
 _STEPS = "steps"
 

@@ -21,11 +21,10 @@ from extproc.engine.recording import VERSION
 from extproc.policy.loader import PolicySet
 from tests.bench.precision.conversations import Label, Labelled
 
+# Any action, and the strictest.
 LEVELS = ("acted on", "refused")
-"""What may be done about a conversation: any action, and the strictest."""
 
 ALL_DETECTORS = "all"
-"""Name for all detectors of a policy together."""
 
 _Z = 1.959964
 _BEGIN_MS = 1_700_000_000_000

@@ -20,14 +20,14 @@ NAME = "lg-loopguard"
 Values = dict[str, Any]
 Object = dict[str, Any]
 
+# Values of a release that enforces and is monitored; every rendering starts from them.
 ENFORCING: Values = {
     "shadow": {"enabled": False},
     "networkPolicy": {"gateways": [{"podSelector": {}}], "monitoring": [{"podSelector": {}}]},
 }
-"""What a release says that enforces and is monitored. Every rendering has it, below its own values."""
 
+# The chart's own defaults for these.
 DEFAULTS: Values = {"shadow": {"enabled": True}, "networkPolicy": {"gateways": [], "monitoring": []}}
-"""The same, as it is without values."""
 
 
 def read_cases() -> dict[str, Values]:
@@ -42,7 +42,6 @@ def read_examples() -> dict[str, Values]:
 
 
 CASES = {**read_cases(), **read_examples()}
-"""This chart's."""
 
 
 @cache

@@ -115,4 +115,3 @@ ENVOY_GATEWAY: dict[str, Schema] = {
         ),
     ),
 }
-"""JSON Schemas by kind."""

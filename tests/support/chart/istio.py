@@ -10,13 +10,13 @@ from tests.support.chart import Object
 
 HCM = "envoy.filters.network.http_connection_manager"
 
+# The ports of a listener and of its routes, by context: a gateway's pods listen on the targetPort of their
+# Service, and its routes go by the port of the Gateway's server; one inbound listener serves every port of a workload.
 PORTS = {"GATEWAY": (8443, 443), "SIDECAR_INBOUND": (15006, 8080), "SIDECAR_OUTBOUND": (443, 443)}
-"""The ports of a listener and of its routes, by context: a gateway's pods listen on the targetPort of their Service, and
-its routes go by the port of the Gateway's server; one inbound listener takes in every port of a workload."""
 
 
+# Istio's settings of HTTP connections that the chart leaves alone; tests/mesh checks them.
 LEFT = {"use_remote_address": True, "normalize_path": True, "merge_slashes": None, "proxy_100_continue": True}
-"""What Istio says of a gateway's HTTP connections, and the chart leaves alone; tests/mesh asks Istio itself."""
 
 
 def without_loopguard(bootstrap: Object) -> Object:

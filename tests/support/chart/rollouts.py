@@ -39,7 +39,6 @@ ROLLOUTS: dict[str, Schema] = {
         a_map("provider query", provider=a_map("type address", type={"const": "prometheus"}, address=_URL), query=TEXT),
     ),
 }
-"""A schema for each kind that the chart makes."""
 
+# Kinds without a namespace.
 CLUSTER_WIDE = {"ClusterAnalysisTemplate"}
-"""Kinds that are in no namespace."""
