@@ -150,7 +150,6 @@ _KINDS: Final[list[tuple[int, Callable[[Random], None]]]] = [
     (1, partial(try_remembered, chained=False)),
     (1, partial(try_remembered, chained=True)),
 ]
-"""What is tried, with how often; what a store remembers takes long, because each request of a conversation is judged."""
 
 _PROGRESS_SECONDS: Final = 20
 
