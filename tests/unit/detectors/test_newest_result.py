@@ -14,7 +14,7 @@ from tests.support.loops import WRITERS
 from tests.support.scanning import scan_values
 from tests.support.service import make_service
 from tests.support.session_limits import ask, limited, status
-from tests.support.sessions import STUCK, agents, send, send_all
+from tests.support.sessions import STUCK, agents, send_all
 from tests.support.turn_writers import Did, Writer, as_chat
 
 WORK = [Did((("read", {"file": name}),), (f"text of {name}",)) for name in "ab"]
@@ -37,22 +37,6 @@ def read_files(count: int, start: int = 0) -> list[Did]:
     return [Did((("read", {"file": f"f{number}"}),), (f"text {number}",)) for number in range(start, start + count)]
 
 
-@pytest.mark.parametrize("shape", WRITERS)
-def test_loop_with_only_newest_result_is_refused(shape: str) -> None:
-    service = make_service(agents(session=None))
-
-    answers = send_all(service, list_requests([*WORK, *[STUCK] * 6], WRITERS[shape]))
-
-    assert answers == [200] * 5 + [429] * 4
-
-
-@pytest.mark.parametrize("shape", ["chat", "text, react"])
-def test_work_with_only_newest_result_passes(shape: str) -> None:
-    service = make_service(agents(session=None))
-
-    assert send_all(service, list_requests(read_files(12), WRITERS[shape])) == [200] * 13
-
-
 def write_in_parts(rounds: int) -> bytes:
     """A chat with five messages of the assistant before each call, and only the newest result."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
@@ -63,28 +47,6 @@ def write_in_parts(rounds: int) -> bytes:
     if rounds:
         messages.append({"role": "tool", "tool_call_id": f"c{rounds - 1}", "content": "3 failed"})
     return encoded({"messages": messages})
-
-
-def test_loop_with_six_messages_per_answer_is_refused() -> None:
-    service = make_service(agents(session=None))
-
-    answers = send_all(service, [write_in_parts(rounds) for rounds in range(6)])
-
-    assert answers == [200] * 3 + [429] * 3
-
-
-@pytest.mark.parametrize("step", [2, 3])
-def test_loop_is_refused_if_some_requests_are_missing(step: int) -> None:
-    """Between two requests the client adds up to six messages, and it clears older results."""
-    service = make_service(agents(session=None))
-    turns = [STUCK._replace(results=("[cleared]",), thought=f"Thought {number}.") for number in range(5 * step)]
-
-    bodies = [
-        as_chat([*turns[: end - 1], STUCK._replace(thought=f"Thought {end - 1}.")]) for end in range(step, 5 * step + 1, step)
-    ]
-    answers = send_all(service, [encoded(body) for body in bodies])
-
-    assert answers == [200] * 2 + [429] * 3
 
 
 def write_parallel(rounds: int, *, interleaved: bool) -> bytes:
@@ -101,21 +63,39 @@ def write_parallel(rounds: int, *, interleaved: bool) -> bytes:
     return encoded({"input": items})
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_loop_of_eight_parallel_calls_is_refused(interleaved: bool) -> None:  # a parameter
-    service = make_service(agents(session=None))
+def skip_requests(step: int) -> list[bytes]:
+    """Between two requests the client adds up to six messages, and it clears older results."""
+    turns = [STUCK._replace(results=("[cleared]",), thought=f"Thought {number}.") for number in range(5 * step)]
+    return [
+        encoded(as_chat([*turns[: end - 1], STUCK._replace(thought=f"Thought {end - 1}.")]))
+        for end in range(step, 5 * step + 1, step)
+    ]
 
-    answers = send_all(service, [write_parallel(rounds, interleaved=interleaved) for rounds in range(4)])
 
-    assert answers == [200] * 3 + [429]
+BEGUN = [encoded(write([*read_files(3, 10 * number), STUCK])) for number in range(9)]
+CLIENTS: dict[str, tuple[list[bytes], list[int]]] = {
+    **{
+        f"a loop, {name}": (list_requests([*WORK, *[STUCK] * 6], writer), [200] * 5 + [429] * 4)
+        for name, writer in WRITERS.items()
+        if name != "observed"  # whose observations stay
+    },
+    **{f"work, {name}": (list_requests(read_files(12), WRITERS[name]), [200] * 13) for name in ("chat", "text, react")},
+    "six messages for each answer": ([write_in_parts(rounds) for rounds in range(6)], [200] * 3 + [429] * 3),
+    **{f"one request in {step} is seen": (skip_requests(step), [200] * 2 + [429] * 3) for step in (2, 3)},
+    **{
+        f"eight parallel calls, {'interleaved' if mixed else 'apart'}": (
+            [write_parallel(rounds, interleaved=mixed) for rounds in range(4)],
+            [200] * 3 + [429],
+        )
+        for mixed in (False, True)
+    },
+    "requests that begin midway": ([*list_requests([]), *BEGUN], [200] * 10),
+}
 
 
-def test_requests_that_begin_midway_have_no_parent() -> None:
-    service = make_service(agents(session=None))
-    begun = [[*read_files(3, 10 * number), STUCK] for number in range(9)]
-
-    assert send_all(service, list_requests([])) == [200]
-    assert [send(service, encoded(write(turns))) for turns in begun] == [200] * 9
+@pytest.mark.parametrize(("requests", "answers"), CLIENTS.values(), ids=CLIENTS)
+def test_loop_of_client_with_newest_result_is_refused(requests: list[bytes], answers: list[int]) -> None:
+    assert send_all(make_service(agents(session=None)), requests) == answers
 
 
 def test_scan_follows_clients_with_newest_result(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def acts_on(service: Service, user: str = "", path: str = "/", policy: str = "p"
 @pytest.mark.slow
 @pytest.mark.parametrize("percent", [5, 75])
 def test_share_of_callers_is_as_configured(percent: int) -> None:
-    callers, share = 5_000, percent / 100
+    callers, share = 1_000, percent / 100
     service = ramped(percent)
 
     for number in range(callers):
@@ -65,21 +65,20 @@ def test_places_of_callers_never_change(seed: str, places: dict[str, int]) -> No
 
 
 def test_policies_choose_other_callers_unless_seed_is_shared() -> None:
-    users = [f"user-{number}" for number in range(400)]
+    users = [f"user-{number}" for number in range(100)]
     services = {"one": ramped(50, "one"), "other": ramped(50, "other"), "third": ramped(50, "third", ramp_seed="one")}
 
     one, other, third = ({user for user in users if acts_on(made, user, policy=name)} for name, made in services.items())
 
     assert third == one
-    assert 60 < len(one & other) < 140
+    assert 10 < len(one & other) < 40
 
 
 def test_order_of_keys_makes_no_difference() -> None:
     keys = [USER, "query:team"]
 
-    there, back = (
-        [acts_on(ramped(50, limit_keys=order), "ann", f"/?team={n}") for n in range(20)] for order in (keys, keys[::-1])
-    )
+    services = ramped(50, limit_keys=keys), ramped(50, limit_keys=keys[::-1])
+    there, back = ([acts_on(service, "ann", f"/?team={n}") for n in range(20)] for service in services)
 
     assert there == back
     assert set(there) == {True, False}

@@ -86,9 +86,13 @@ def only_steps(most: int, keys: Sequence[Any] = ("credential",)) -> dict[str, An
     return {"id": "p", "spec": {"selector": ANY, "limit_keys": [*keys], "session_limits": {"max_steps": most}}}
 
 
-@pytest.mark.parametrize("keys", [["credential"], [CALLER]])
-@pytest.mark.parametrize("guard", GUARDS)
-@pytest.mark.parametrize(("path", "shown"), PAIRS)
+@pytest.mark.parametrize(
+    ("path", "shown", "guard", "keys"),
+    [
+        *((*pair, "loops", [keys]) for pair in PAIRS for keys in ("credential", CALLER)),
+        *((*PAIRS[0], guard, [keys]) for guard in ("budgets", "sessions") for keys in ("credential", CALLER)),
+    ],
+)
 def test_junk_credential_makes_no_new_caller(path: str, shown: dict[str, Any], guard: str, keys: list[Any]) -> None:
     make, reason = GUARDS[guard]
     service = make_service(make(keys))
