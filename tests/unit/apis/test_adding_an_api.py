@@ -75,7 +75,6 @@ def observe() -> Seen:
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    """What that process reports."""
     command = [sys.executable, "-P", "-c", _START, str(ROOT / "tests" / "support" / "made_up")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

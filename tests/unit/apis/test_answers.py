@@ -43,7 +43,6 @@ def frame(path: str, sent: Mapping[str, bytes] | None = None, content: bytes | N
 
 
 def complete(path: str, content: bytes | None) -> Framed | None:
-    """A refusal that is written as an answer of the model."""
     question = Question(HttpRequest("POST", path), content)
     completes = find_endpoint(question).complete
     return completes and completes(Completion(MESSAGE, question.model, "1f", 1_750_000_000), question)

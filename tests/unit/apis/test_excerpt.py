@@ -15,6 +15,7 @@ from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.turns import Turns
 from extproc.request.document import Document, NotCounted
 from tests.support import turn_writers
+from tests.support.extent import deepen
 from tests.support.turn_writers import Did, Writer
 
 WRITERS: dict[str, Writer] = {
@@ -99,10 +100,9 @@ def find_messages(body: Any) -> tuple[Any, Callable[[list[Any]], Any]]:  # noqa:
     return body[key], lambda messages: {**body, key: messages}
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("pieces", [False, True], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", deepen(range(24), 0))
 def test_only_older_messages_are_left_out(name: str, seed: int, pieces: bool) -> None:
     """An excerpt is the same JSON with only the newest messages. It shows no loop that the whole does not show."""
     chance = random.Random(f"{name} {seed}")

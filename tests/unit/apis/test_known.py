@@ -82,42 +82,70 @@ def find_places(body: bytes, document: Document | None) -> object:
 
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])
 def test_continued_history_is_known(shape: str) -> None:
-    """Only new messages are decoded."""
     assert compare(_KNOWN[shape][:2], _KNOWN[shape][2])
     one, again = [open_conversation(Document(_KNOWN[shape][2])) for _ in range(2)]
     assert one.known is again.known is not None
     assert compare(_KNOWN[shape], _KNOWN[shape][0])
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"messages":[' + _MESSAGES + b"," + _MORE + b"]}",
-        b'{"messages":[' + _MESSAGES + b" ,\n" + _MORE + b' ], "model":"m", "tools":[1]}',
-        b'{"messages":[' + _MESSAGES + _MORE + b"]}",
-        b'{"messages":[' + _MESSAGES + b",]}",
-        b'{"messages":[' + _MESSAGES + b",,{}]}",
-        b'{"messages":[' + _MESSAGES + b"}]}",
-        b'{"messages":[' + _MESSAGES + b"]",
-        b'{"messages":[' + _MESSAGES + b'],"messages":[' + _MORE + b"]}",
-        b'{"messages":[' + _MESSAGES + b'],"m\\u0065ssages":[' + _MORE + b"]}",
-        b'{"messages":[' + _MESSAGES + b'],"messages":null}',
-        b'{"messages":[' + _MESSAGES + b'],"contents":[{"role":"user","parts":[{"text":"x"}]}]}',
-        b'{"messages":[' + _MESSAGES + b"," + _MORE + b',3,"x"]}',
-        b'{"messages":[' + _MESSAGES + b',{"role":7}]}',
-        b'{"messages":[' + _MESSAGES + b',null],"model":{}}',
-        b'{"metadata":{"messages":[' + _MESSAGES + b']},"messages":[' + _MESSAGES + b"," + _MORE + b"]}",
-        b'[{"messages":[' + _MESSAGES + b"]}]",
-        b'{"messages":[' + _MESSAGES + b"," + _MORE + b'],"thread":{"previous_message_id":"m"}}',
-        b'{"messages":[' + _MESSAGES + b',{"role":"user","content":"\\ud800"}]}',
-        b'{"messages":[' + _MESSAGES + b".5," + _MORE + b"]}",
-        b'{"messages":[' + _MESSAGES + b"e5]}",
-    ],
-    ids=range(20),
-)
-def test_bytes_after_known_messages_are_read(body: bytes) -> None:
-    start = body[: body.index(_MESSAGES)]
-    compare([start + _MESSAGES + b"]}", start + _MESSAGES + b"]}}", _CHAT], body)
+_START = b'{"messages":[' + _MESSAGES
+_BODIES = [
+    b'{"messages":[' + _MESSAGES + b"," + _MORE + b"]}",
+    b'{"messages":[' + _MESSAGES + b" ,\n" + _MORE + b' ], "model":"m", "tools":[1]}',
+    b'{"messages":[' + _MESSAGES + _MORE + b"]}",
+    b'{"messages":[' + _MESSAGES + b",]}",
+    b'{"messages":[' + _MESSAGES + b",,{}]}",
+    b'{"messages":[' + _MESSAGES + b"}]}",
+    b'{"messages":[' + _MESSAGES + b"]",
+    b'{"messages":[' + _MESSAGES + b'],"messages":[' + _MORE + b"]}",
+    b'{"messages":[' + _MESSAGES + b'],"m\\u0065ssages":[' + _MORE + b"]}",
+    b'{"messages":[' + _MESSAGES + b'],"messages":null}',
+    b'{"messages":[' + _MESSAGES + b'],"contents":[{"role":"user","parts":[{"text":"x"}]}]}',
+    b'{"messages":[' + _MESSAGES + b"," + _MORE + b',3,"x"]}',
+    b'{"messages":[' + _MESSAGES + b',{"role":7}]}',
+    b'{"messages":[' + _MESSAGES + b',null],"model":{}}',
+    b'{"metadata":{"messages":[' + _MESSAGES + b']},"messages":[' + _MESSAGES + b"," + _MORE + b"]}",
+    b'[{"messages":[' + _MESSAGES + b"]}]",
+    b'{"messages":[' + _MESSAGES + b"," + _MORE + b'],"thread":{"previous_message_id":"m"}}',
+    b'{"messages":[' + _MESSAGES + b',{"role":"user","content":"\\ud800"}]}',
+    b'{"messages":[' + _MESSAGES + b".5," + _MORE + b"]}",
+    b'{"messages":[' + _MESSAGES + b"e5]}",
+]
+_TAILS = [
+    b'],"tools":[1]}',
+    b'],"tools":[2]}',
+    b'] ,"tools":[1]}',
+    b'],"metadata":{},"tools":[1]}',
+    b'],"metadata":["],"],"tools":[1]}',
+    b'],"messages":[' + _MORE + b'],"tools":[1]}',
+    b'],"metadata":{"messages":[' + _MORE + b'],"tools":[1]}',
+    b"," + _MORE + b'],"tools":[1]}',
+    b"," + _MORE + b'],"tools":[2]}',
+    b"," + _MORE + b',],"tools":[1]}',
+    b',],"tools":[1]}',
+    b'"],"tools":[1]}',
+    b"]}",
+]
+_BESIDE = b'{"messages":[' + _MORE + b'],"metadata":"assistant","tools":[1]}'
+_CASES = [
+    *(
+        ([start + _MESSAGES + b"]}", start + _MESSAGES + b"]}}", _CHAT], body)
+        for body in _BODIES
+        for start in [body[: body.index(_MESSAGES)]]
+    ),
+    *(
+        ([known + end], _START + tail)
+        for tail in _TAILS
+        for end in (b'],"tools":[1]}', b"]}")
+        for known in (_START, _START.replace(b"src/5.py", b"src/x.py"))
+    ),
+    *(([_BESIDE], body) for body in (_BESIDE, _BESIDE.replace(b"[1]", b"[2]"))),  # no message has that word
+]
+
+
+@pytest.mark.parametrize(("known", "body"), _CASES, ids=range(len(_CASES)))
+def test_bytes_around_known_messages_are_read(known: list[bytes], body: bytes) -> None:
+    compare(known, body)
 
 
 @settings(max_examples=examples(200))
@@ -130,35 +158,3 @@ def test_changed_bytes_are_read_as_if_unknown(shape: str, data: st.DataObject) -
 
     compare([*_KNOWN[shape], changed][:: data.draw(st.sampled_from([1, -1]))], changed)
     compare([changed], body)
-
-
-@pytest.mark.parametrize(
-    "tail",
-    [
-        b'],"tools":[1]}',
-        b'],"tools":[2]}',
-        b'] ,"tools":[1]}',
-        b'],"metadata":{},"tools":[1]}',
-        b'],"metadata":["],"],"tools":[1]}',
-        b'],"messages":[' + _MORE + b'],"tools":[1]}',
-        b'],"metadata":{"messages":[' + _MORE + b'],"tools":[1]}',
-        b"," + _MORE + b'],"tools":[1]}',
-        b"," + _MORE + b'],"tools":[2]}',
-        b"," + _MORE + b',],"tools":[1]}',
-        b',],"tools":[1]}',
-        b'"],"tools":[1]}',
-        b"]}",
-    ],
-    ids=range(13),
-)
-@pytest.mark.parametrize("earlier", [b'],"tools":[1]}', b"]}"])
-def test_keys_after_known_messages_are_read_anew(earlier: bytes, tail: bytes) -> None:
-    start = b'{"messages":[' + _MESSAGES
-    compare([start + earlier], start + tail)
-    compare([start.replace(b"src/5.py", b"src/x.py") + earlier], start + tail)
-
-
-def test_role_outside_the_messages_marks_no_message() -> None:
-    body = b'{"messages":[' + _MORE + b'],"metadata":"assistant","tools":[1]}'
-    compare([body], body)
-    compare([body], body.replace(b"[1]", b"[2]"))

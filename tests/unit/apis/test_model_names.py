@@ -108,7 +108,6 @@ def test_model_in_path_goes_before_the_body(path: str, named: str, expected: str
 
 
 def test_arn_with_decoded_slash_is_bedrock() -> None:
-    """Some proxies decode it."""
     path = f"/model/{ARN}:inference-profile/us.{CLAUDE}/converse"
 
     assert find_endpoint(Question(HttpRequest("POST", path), b"{}")).complete is complete

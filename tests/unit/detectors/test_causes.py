@@ -64,7 +64,6 @@ Call = tuple[str, dict[str, Any]]
 
 
 def repeat(call: Call, result: str, api: str = "chat", **tools: Schema) -> Schema:
-    """A request in which one call brings back the same result three times."""
     return SHAPES[api]([Did((call,), (result,))] * 3) | DECLARE[api](tools)
 
 

@@ -48,7 +48,6 @@ def test_callers_have_separate_chains() -> None:
 
 
 def place(body: dict[str, Any]) -> ChainPlace:
-    """Where a body stands in the chain."""
     found = find_place(open_conversation(Document(encoded(body))), prefilled=False)
     assert found is not None
     return found

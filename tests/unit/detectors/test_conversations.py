@@ -46,7 +46,6 @@ def send_all(service: Service, runs: Sequence[Run], order: str, random: Random) 
 
 
 def check(runs: Sequence[Run], verdicts: Verdicts) -> None:
-    """Every loop is refused, and no request outside a loop."""
     assert [(sent.run.task, sent.done) for sent in verdicts.wrong] == []
     assert [run in verdicts.refused for run in runs] == [run.loops for run in runs]
 

@@ -50,7 +50,6 @@ CALLS: dict[str, Any] = {"similarity": "tool_calls"}
 
 
 def with_spec(made: dict[str, Any], **spec: object) -> dict[str, Any]:
-    """A policy with more keys in its spec."""
     made["spec"] |= spec
     return made
 
@@ -715,7 +714,6 @@ def test_streamed_body_beyond_the_limit_is_freed() -> None:
 
 @pytest.mark.parametrize("made", [policy("p", ANY), policy("p", ANY, body="ignore")])
 def test_uninspected_body_is_not_kept(made: dict[str, Any]) -> None:
-    """Only its checksum is needed."""
     service = make_service(made)
     stream = Stream(service)
 
@@ -843,7 +841,6 @@ def test_shadow_policy_gets_body_after_live_decision() -> None:
 
 @pytest.mark.parametrize("similarity", sorted(KINDS.keys() - {"exact"}))
 def test_each_similarity_names_what_repeats(similarity: str) -> None:
-    """The refusal says what was compared, and the docs explain it."""
     kind = KINDS[similarity]
     own = [name for name in ("name_repeated", "advise") if getattr(kind, name) is not getattr(Similarity, name)]
 

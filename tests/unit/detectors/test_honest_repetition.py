@@ -23,7 +23,6 @@ WRITTEN = ["chat", "anthropic", "responses", "text"]
 
 
 def make_detector(**more: Any) -> Detector:  # noqa: ANN401  # keys of loop_detection
-    """The preset's `turns`."""
     loop = LoopDetection.model_validate(PRESET | more)
     return Detector("agents", "turns", loop, make_similarity(loop), shadow=False, namespace="")
 
@@ -106,7 +105,6 @@ def test_similar_error_gets_a_note_at_most(action: str, escalate: dict[str, int]
 @pytest.mark.parametrize("result", [LONG, FATAL], ids=["long", "fatal"])
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
 def test_loop_is_refused_at_its_threshold(family: Family, result: str) -> None:
-    """A long result or a fatal error that comes back seven times."""
     expected = ["allow"] * 2 + ["steer"] * 2 + ["land"] * 2 + ["reject"] * (TURNS - 6)
     for number, variant in enumerate(family()):
         assert act(make_loop(variant, result), WRITTEN[number % len(WRITTEN)]) == expected

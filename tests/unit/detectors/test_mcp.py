@@ -30,7 +30,6 @@ def make_guard(*, uncountable: str = "allow", **loop: Any) -> Service:  # noqa: 
 
 
 def call(params: object, method: object = TOOL_CALL, **more: object) -> bytes:
-    """A request with an id of its own."""
     return json.dumps({"jsonrpc": "2.0", "id": next(_ids), "method": method, "params": params, **more}).encode()
 
 

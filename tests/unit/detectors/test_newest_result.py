@@ -38,7 +38,6 @@ def read_files(count: int, start: int = 0) -> list[Did]:
 
 
 def write_in_parts(rounds: int) -> bytes:
-    """A chat with five messages of the assistant before each call, and only the newest result."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
     for at in range(rounds):
         messages += [{"role": "assistant", "content": f"Part {part} of {at}."} for part in range(5)]

@@ -269,7 +269,6 @@ def test_complaints_are_told_from_wishes(text: str, expected: bool) -> None:
 
 @pytest.mark.parametrize("threshold", [2, 3])
 def test_same_complaint_six_times_is_a_loop(threshold: int) -> None:
-    """Most agents recover before."""
     same, found = "Your response did not contain an action.", [(6, "steer"), (5, "allow"), (14, "reject")]
 
     assert tell(complained(6, same), threshold_identical_requests=threshold).rule == "error"

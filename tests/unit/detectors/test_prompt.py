@@ -70,7 +70,6 @@ ASKED = {"role": "user", "content": "a"}
 
 
 def compare(content: dict[str, Any]) -> bytes:
-    """What is compared of a body."""
     compared, _ = PROMPT.compare(Document(json.dumps(content).encode()))
     assert compared is not None
     return compared

@@ -28,7 +28,6 @@ def act(turns: Sequence[Did], **loop: Any) -> str:  # noqa: ANN401  # of loop_de
 
 
 def polls(result: str, times: int = 3, tool: str = "poll") -> list[Did]:
-    """The same call with the same result."""
     return [Did(((tool, {}),), (result,), "", f"Thought no. {number}!") for number in range(times)]
 
 

@@ -26,7 +26,6 @@ _FOLDABLE = st.text(st.sampled_from("aAzZ@[`{\x00\x08\x0e\x1b\x1c\x1f\x7f\u200bÄ
 
 
 def compared(value: Any, messages: int = 3) -> bytes:  # noqa: ANN401  # any JSON value
-    """What `tail` compares of a body."""
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     found, said = Tail(LoopDetection(similarity="tail", tail_messages=messages)).compare(Document(data))
     assert said is None

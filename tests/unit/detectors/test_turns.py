@@ -39,7 +39,6 @@ def means(turns: Sequence[Meaning]) -> list[Did]:
 
 
 def dressed(result: str, number: int) -> str:
-    """A result with parts that change by themselves."""
     if not result:
         return ""
     clock = f"2026-11-{number % 28 + 1:02d}T10:{number % 60:02d}:07.{number}Z"
@@ -88,7 +87,6 @@ STUCK: dict[str, tuple[list[Meaning], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("turns", "rule"), STUCK.values(), ids=STUCK)
 def test_repeats_cycles_and_errors_are_loops(turns: list[Meaning], rule: str) -> None:
-    """In every API and every style of action."""
     found = {name: find_rule(write(means(turns))) for name, write in WRITERS.items()}
 
     assert found == dict.fromkeys(WRITERS, rule)

@@ -60,7 +60,6 @@ def test_known_text_action_is_charged_each_time() -> None:
 
 
 def test_text_action_is_remembered_per_ignored_arguments() -> None:
-    """Two policies may read one text differently."""
     text = '{"command": "ls", "why": "to see", "plan": "then edit"}'
 
     for _ in range(2):

@@ -248,7 +248,6 @@ def test_cookie_is_compared_whole(header: str) -> None:
     ],
 )
 def test_verified_claim_is_the_only_caller(keys: Any, claims: Any, shown: dict[str, str], expected: list[str]) -> None:  # noqa: ANN401  # a table's
-    """A verified claim is the only caller, even if it is listed after a credential; equal secrets are one caller."""
     assert [each["caller"] for each in judge(keys=keys, claims=claims, **shown)] == expected
 
 

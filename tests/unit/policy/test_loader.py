@@ -719,7 +719,6 @@ def test_selectors_and_keys_are_normalised() -> None:
 
 
 def write(root: Path, files: Mapping[str, object]) -> None:
-    """Writes JSON, bytes, or links to what a Path names."""
     for name, content in files.items():
         place = root / name
         place.parent.mkdir(parents=True, exist_ok=True)

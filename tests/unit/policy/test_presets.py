@@ -59,7 +59,6 @@ def send_all(policy: dict[str, Any], requests: Iterable[Sent]) -> list[str]:
 
 
 def describe(policy: dict[str, Any], times: int, milliseconds: int) -> str:
-    """What a policy does to equal requests, as descriptions say it."""
     actions = send_all(policy, [(chat("Hi"), milliseconds)] * times)
     first = {action: actions.index(action) + 1 for action in dict.fromkeys(actions) if action}
     words = [f"{action} from the {number}{ {2: 'nd', 3: 'rd'}.get(number, 'th') }" for action, number in first.items()]

@@ -68,7 +68,6 @@ def cut(text: str, marks: Marks | None = MARKS) -> str:
 
 
 def changed_by(data: bytes, **more: Any) -> bytes:  # noqa: ANN401  # keys of loop_detection
-    """A body after a policy has steered it."""
     new = changed(ask(make_service(policy("p", ANY, **{**TURNS, **more})), data))
     assert new
     return new

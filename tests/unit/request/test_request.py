@@ -82,7 +82,6 @@ def test_scalar_claims_become_text(value: object, text: str) -> None:
 
 
 def bearer(payload: bytes, scheme: str = "Bearer") -> str:
-    """An authorization header with an unsigned token."""
     return f"{scheme} e30.{urlsafe_b64encode(payload).rstrip(b'=').decode()}.c2ln"
 
 

@@ -74,7 +74,6 @@ def test_policy_keys_tell_whether_queries_hold_secrets() -> None:
 
 
 def ask(path: str = "/", claims: Mapping[str, str] = MappingProxyType({}), /, **sent: str) -> HttpRequest:
-    """A request with these headers."""
     named = {name.replace("_", "-"): value.encode() for name, value in sent.items()}
     request = HttpRequest("POST", path, "host", named, StatedFacts(claims=claims))
     request.hash_key = KEY
