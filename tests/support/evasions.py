@@ -56,12 +56,14 @@ EVASIONS: dict[str, Callable[[int], Did]] = {
     "the order of a set in a result": lambda n: _run("get it", "{'b', 'a', 'c'}" if n % 2 else "{'c', 'b', 'a'}"),
     "an edit and its opposite": lambda n: _call("edit", "ok", path="a.py", old="ab"[n % 2], new="ba"[n % 2]),
     "an argument of another name": lambda n: _read(round=n),
-    "an offset that walks": lambda n: _read(offset=n),
-    "a command in other words": lambda n: _run("make " + " ".join(["-s"] * n) + " test"),
-    "a percentage": lambda n: _run("get it", f"{n} %"),
+    "an increasing offset": lambda n: _read(offset=n),
+    "a reworded command": lambda n: _run("make " + " ".join(["-s"] * n) + " test"),
+    "a changing percentage": lambda n: _run("get it", f"{n} %"),
     "an unlabelled token in a result": lambda n: _run("get it", f"state {_TOKENS[n % 6]}{n}"),
-    "the order of lines in a result": lambda n: _run("ls", "\n".join([f"f{(n * 5 + line) % 13}" for line in range(13)])),
-    "words of a user who asks to go on": lambda n: Did((), (), user=f"Go on, please ({'very ' * n}soon).", thought="Done."),
+    "a changing order of lines in a result": lambda n: _run("ls", "\n".join([f"f{(n * 5 + line) % 13}" for line in range(13)])),
+    "a user's words that ask to continue": lambda n: Did((), (), user=f"Go on, please ({'very ' * n}soon).", thought="Done."),
     "zero-width characters": lambda n: _read(of="a" + "\u200b" * n),
-    "two tools in turn, and a number": lambda n: _call(["read_file", "view"][n % 2], "nothing here", path="a", n=n),
+    "two alternating tools with a changing number": lambda n: _call(
+        ["read_file", "view"][n % 2], "nothing here", path="a", n=n
+    ),
 }
