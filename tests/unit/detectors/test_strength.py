@@ -82,6 +82,32 @@ def test_failure_of_long_result_is_remembered_by_its_text() -> None:
         assert [is_loop(as_chat(look_up(result))) for result in results] == [False, True, False]
 
 
+LADDERS: list[tuple[tuple[tuple[str, int], ...], dict[int, str]]] = [
+    ((("reject", 3),), {2: "allow", 3: "warn", 13: "warn", 14: "reject"}),
+    ((("throttle", 3),), {3: "warn", 14: "throttle"}),
+    ((("steer", 3),), {3: "steer", 14: "steer"}),
+    ((("steer", 3), ("reject", 7)), {3: "steer", 13: "steer", 14: "reject"}),
+    ((("steer", 3), ("land", 5), ("reject", 7)), {3: "steer", 13: "steer", 14: "land", 15: "land", 16: "reject"}),
+    ((("throttle", 3), ("reject", 7)), {13: "throttle", 14: "reject"}),
+]
+
+
+@pytest.mark.parametrize(("ladder", "expected"), LADDERS)
+def test_weak_loop_waits_for_weak_threshold(ladder: tuple[tuple[str, int], ...], expected: dict[int, str]) -> None:
+    (action, threshold), *later = ladder
+    keys = {"action": action, "threshold_identical_requests": threshold, "escalate": dict(later), "max_delay_ms": 1}
+
+    assert {times: act(polls("ok", times), weak_threshold=14, **keys) for times in expected} == expected
+
+
+def test_weak_cycle_waits_until_it_fills_32_turns() -> None:
+    """A cycle of three turns never repeats fourteen times in 32: 30 turns are enough for the next action."""
+    keys = {"action": "steer", "escalate": {"throttle": 5, "reject": 7}, "weak_threshold": 14, "max_delay_ms": 1}
+    turns = [polls("ok", 1, tool)[0] for tool in "abc"] * 11
+
+    assert [act(turns[:end], **keys) for end in (29, 30, 31, 32)] == ["steer", "throttle", "throttle", "reject"]
+
+
 @pytest.mark.parametrize(("result", "expected"), [("ok", ["warn", "allow"]), ("error", ["reject", "reject"])])
 def test_weak_loop_starts_no_cooldown(result: str, expected: list[str]) -> None:
     bodies = [as_chat(polls(result, times)) for times in (3, 1)]
