@@ -156,10 +156,10 @@ def test_failing_tool_and_orders_have_their_commands(show: Show) -> None:
 
     lines = show(report, 200, "--commands")
 
-    place = lines.index(f"# {INCIDENT['tool']} fails for 4321 sessions of 120 callers")
+    place = lines.index(f"# {INCIDENT['tool']} fails for 4,321 sessions of 120 callers")
     assert lines[place - 1 : place + 5] == [
         "",
-        f"# {INCIDENT['tool']} fails for 4321 sessions of 120 callers",
+        f"# {INCIDENT['tool']} fails for 4,321 sessions of 120 callers",
         f"{stop['stop']} --admin URL",
         "",
         f"# search_the_web  {CALLER}",
