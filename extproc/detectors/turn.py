@@ -623,11 +623,6 @@ class Turn:
             )
         return self._reduced
 
-    def _list_heard(self) -> list[Message]:
-        """The messages to read after the assistant's, oldest first: the harness's only if there are no others."""
-        behind = self._list_behind()[::-1]
-        return [message for message in behind if message.speaker not in HARNESS] or behind
-
     def _read_result(self) -> _Result:
         """Results in the order of their calls, without duplicates, then other text, except the harness's."""
         made = _Result()
@@ -637,7 +632,8 @@ class Turn:
         for part in self.parts:  # results of the server's own tools are in the assistant message
             if part.kind == RESULT:
                 results.append(made.read(part, len(results)))
-        for message in self._list_heard():
+        behind = self._list_behind()[::-1]
+        for message in [each for each in behind if each.speaker not in HARNESS] or behind:
             for part in message.take_parts():
                 if part.images is not ABSENT:
                     images.append(digest_images(part))

@@ -86,7 +86,7 @@ class BudgetGuard(Guard):
         return tenant == self.tenant or tenant in [each.tenant for each in self.reserved]
 
     def choose(self, missing: list[tuple[str, str]]) -> bool:
-        """Choose the rules that apply, while the head is available; whether there are any.
+        """Choose the rules that apply, while the head is available; returns whether there are any.
 
         Raises:
             NotCounted: a value that identifies the caller is too long.
@@ -128,7 +128,8 @@ class BudgetGuard(Guard):
             self.estimate = self._estimate(exchange, document)
         estimate = self.estimate
         if self.budget.needs_body:
-            self._name_session(exchange, document)
+            with suppress(NotCounted):  # replay: the session was not recorded
+                self.root = exchange.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
         reserved: list[Reservation] = []
         for planned, head in self._chosen:
             values: Values | None = head
@@ -141,10 +142,6 @@ class BudgetGuard(Guard):
                 self.lacks_caller = True
         if self.oversize is None or self.is_allowed:
             self.reserved = reserved
-
-    def _name_session(self, exchange: Reading, document: Document | None) -> None:
-        with suppress(NotCounted):  # replay: the session was not recorded
-            self.root = exchange.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
 
     def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
         """Append reservations for a rule's limits."""

@@ -27,7 +27,7 @@ class PlannedRule:
         rule: the rule.
         head: descriptors in the request's head.
         body: descriptors in its body, with their pointers.
-        shown: descriptors in the head of which a request may have several.
+        shown: descriptors in the head with possibly several values in a request.
         callers: names its callers.
     """
 

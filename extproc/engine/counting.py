@@ -203,7 +203,7 @@ class Counting:
         outcome: int,
         report: Report | None = None,
     ) -> None:
-        """Give back, once, all that a request has reserved that was then REFUSED or WITHDRAWN."""
+        """Give back, once only, all reservations of a request that was REFUSED or WITHDRAWN."""
         given, here = list_give_backs(sessions, budgets, outcome)
         if here:
             self._local.hit(here)

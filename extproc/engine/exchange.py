@@ -127,7 +127,7 @@ class Guards:
         return ramp.covers(place)
 
     def admit(self, plan: Plan, request: HttpRequest, last: Guard | None = None) -> bool:
-        """Create the plan's guards, or record why not; whether there are any.
+        """Create the plan's guards, or record why not; returns whether there are any.
 
         Values that the last guard of either group has read are reused.
         """
@@ -213,7 +213,7 @@ class Guards:
                 self._admit_others(others, [guard])
 
     def _read_headers(self, guard: LoopGuard, request: HttpRequest) -> bool:
-        """Record what the headers claim about the body; whether the guard can still count the request."""
+        """Record what the headers claim about the body; returns whether the guard can still count the request."""
         try:
             guard.claim = guard.detector.similarity.read_headers(request.headers)
         except NotCounted as why:

@@ -460,7 +460,7 @@ class LoopGuard(Guard):
         return counted
 
     def _compare(self, exchange: Reading, document: Document) -> Body:
-        """Read the body; the checksums of what is compared in its place."""
+        """Read the body; returns the checksums of what is compared."""
         similarity, rings, first = self.detector.similarity, self.plan.rings, self.first
         if isinstance(first, LoopGuard):
             self.session, self.subject = first.session, first.subject

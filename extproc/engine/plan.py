@@ -339,7 +339,7 @@ class Plan:
         guards_strangers: a detector counts nothing, and so acts on requests without a caller, too.
         callers: names callers.
         merges_strangers: all requests without a caller count as one caller's.
-        shown: descriptors of which a request may have several; see `callers`.
+        shown: descriptors with possibly several values in a request; see `callers`.
         labels: values shown with the caller's hash, without effect on counts.
         budget: its budgets; None if it has none.
         aliases: by the name of a caller or of one of its values.

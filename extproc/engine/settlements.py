@@ -139,7 +139,7 @@ class Settled(NamedTuple):
 def list_give_backs(
     sessions: Sequence[SessionGuard], budgets: Sequence[BudgetGuard], outcome: int
 ) -> tuple[list[Settled], list[Take]]:
-    """Questions that give back all that a request has reserved that was then REFUSED or WITHDRAWN.
+    """Questions that give back all reservations of a request that was REFUSED or WITHDRAWN.
 
     The second list is for this process, which has counted them while the store was unavailable.
     """

@@ -194,7 +194,7 @@ class AccessLog:
         return count
 
     def _pass_on(self, entry: Entry) -> bool:
-        """Pass an entry on; whether that succeeded."""
+        """Pass an entry on; returns whether that succeeded."""
         try:
             self._take(entry)
         except Exception as error:  # noqa: BLE001  # no error may affect other entries

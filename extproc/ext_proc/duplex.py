@@ -65,7 +65,7 @@ class Duplex:
         return self._request or self.holds or (self._response and self._begun)
 
     def follow(self, message: EnvoyMessage) -> bool:
-        """Take note of the next message; whether it is a part to hand back."""
+        """Take note of the next message; returns whether it is a part to hand back."""
         kind = message.kind
         if kind.startswith("request_"):
             expected = self._request

@@ -107,7 +107,7 @@ class Service:
         self.pairs.follow(engine.pairings, time())
 
     def make_room(self) -> bool:
-        """Give up the stream that has waited longest for a body; whether there was one.
+        """Give up the stream that has waited longest for a body; returns whether there was one.
 
         A client can stall an upload forever. That must not turn off the guard for others.
         """
@@ -118,7 +118,7 @@ class Service:
         return True
 
     def make_memory(self, size: int, own: int) -> bool:
-        """Make room for more bytes of a held body; whether there is enough.
+        """Make room for more bytes of a held body; returns whether there is enough.
 
         The stream that holds the most bytes forwards its body, unless that is the stream that asks.
 

@@ -23,7 +23,7 @@ class Holds:
         self.held = 0
 
     def claim(self, tenant: str) -> bool:
-        """Take a place; whether one was free."""
+        """Take a place; returns whether one was free."""
         if self.held >= self._limit or self._tenants[tenant] >= self._tenant_limit:
             return False
         self.held += 1

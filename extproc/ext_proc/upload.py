@@ -41,7 +41,7 @@ class UploadMemory:
         return self.bytes + size <= self._limit
 
     def claim(self, size: int) -> bool:
-        """Claim room for this number of bytes; whether there was enough."""
+        """Claim room for this number of bytes; returns whether there was enough."""
         if not self.has_room(size):
             return False
         self.bytes += size
@@ -93,8 +93,13 @@ class Upload:
     def add(self, chunk: bytes | memoryview, *, ended: bool) -> int:
         """Add the next chunk; returns MORE, WHOLE or CUT_OFF. `ended`: it is the last one."""
         self.body = body = self.body.plus(chunk)
-        # A complete buffered body is not marked as ended if trailers follow.
-        if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length) or self._has_trailers(body.length):
+        # A complete body is not marked as ended if trailers follow.
+        if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length):
+            self._last = chunk
+            return WHOLE
+        # A body that ends below Envoy's buffer limit is complete, too. Waiting for trailers would not tell:
+        # Envoy sends them only after the answer to the body, and also after a body that was cut off.
+        if self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and body.length <= self._limit:
             self._last = chunk
             return WHOLE
         if self._mode != BODY_STREAMED and self._mode != BODY_DUPLEX:  # noqa: PLR1714  # `in` makes a new set at each call
@@ -163,14 +168,6 @@ class Upload:
         if keeps and self.body.length <= self._inspects:
             return last, None
         return (last, excerpt) if keeps and excerpt is not None and not excerpt.lost else (None, None)
-
-    def _has_trailers(self, length: int) -> bool:
-        """Whether a body that Envoy buffers up to its limit ended before the limit, so that only trailers follow.
-
-        Waiting for trailers would not tell: Envoy sends them only after the answer to the body, and
-        also after a body that was cut off.
-        """
-        return self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and length <= self._limit
 
     def _is_expected(self, length: int) -> bool:
         expected = self._content_length

@@ -40,7 +40,7 @@ class KeptFile(NamedTuple):
     Attributes:
         data: its bytes, compressed.
         sha256: their hash.
-        checked: the time as of which it was checked.
+        checked: the time for which it was checked.
         judged: the result, without objects that only parsing needed.
     """
 
@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         sha256: hash of the file's bytes.
-        checked: the time as of which it was checked; its errors do not expire.
+        checked: the time for which it was checked; its errors do not expire.
         errors: empty if the file is valid on its own.
         judged: None for a file with errors.
     """

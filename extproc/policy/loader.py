@@ -437,7 +437,7 @@ def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) 
 
 
 def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: ParsedFile) -> bool:
-    """Report warnings about a valid kill switch; whether it can have an effect."""
+    """Report warnings about a valid kill switch; returns whether it can have an effect."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
         why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"

@@ -404,7 +404,7 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
         if loop.similarity == "mcp" or loop.body == "ignore":
             named = [loop.action, *[name for name, _ in loop.escalate.list_steps()]]
             noted = " and ".join([action.value for action in Action if action in NOTED and action.value in named])
-            yield place, f"{noted} cannot add a note to {why}: they go on with a warning"
+            yield place, f"{noted} cannot add a note to {why}: they continue with a warning"
 
 
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -474,7 +474,7 @@ def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _find_large_default(rule: Rule) -> Iterator[tuple[str, str]]:
-    """Find budgets of which a request without a maximum reserves more than half for its answer."""
+    """Find budgets where a request without a maximum reserves more than half for its answer."""
     config = rule.algorithm_config
     if rule.algorithm == "token_bucket_llm":
         reserved = min(config.get("default_max_completion", DEFAULT_ANSWER), config.get("max_completion_tokens") or MAX_AMOUNT)

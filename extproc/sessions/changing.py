@@ -74,7 +74,7 @@ class ChangingNames:
         return True
 
     def note(self, caller: str, key: str, name: str, document: Document | None) -> bool:
-        """Record a request; whether its key has just been found to change with every request."""
+        """Record a request; returns whether its key has just been found to change with every request."""
         names = self.callers.get((caller, key))
         if names is None:
             if len(self.callers) >= _CALLERS:

@@ -39,8 +39,8 @@ _POLICY: Final = 2
 """The source of a price: unspecific, the package, or the policy."""
 
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
-"""Providers to try in the package, by a character in the model's name. The package itself does not
-guess the last two."""
+"""Providers to try in the package, each with a part of its models' names. The package itself does
+not guess the last two."""
 
 _WELL_KNOWN: Final = "gpt-4o"
 _SHORT: Final = 1_000
@@ -116,7 +116,7 @@ class Rates:
         """As `find_cost`, given numbers of tokens in the order of `Usage`."""
         rate = self._choose(model, plain + read + written)
         total = plain * rate.input + output * rate.output + read * rate.cache_read + written * rate.cache_write
-        return _divide(total, rate.per)
+        return (2 * total + rate.per) // (2 * rate.per)  # rounds half up
 
     def find_known_cost(self, model: str, usage: Usage) -> int | None:
         """The cost of a call in nano-dollars; None if the model has no specific price."""
@@ -174,11 +174,6 @@ class Prices:
             return self._per_million * tokens / 1_000_000
         known = self._rates.find_known_cost(model, Usage(_SHORT, 0))
         return None if known is None else known * tokens / (_SHORT * NANO_DOLLARS)
-
-
-def _divide(total: int, per: int) -> int:
-    """Divide, rounding half up."""
-    return (2 * total + per) // (2 * per)
 
 
 def read_model(path: str, content: bytes | memoryview | None) -> str:

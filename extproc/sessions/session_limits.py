@@ -35,7 +35,7 @@ _AGENTS = ("max_agents", "max_depth", "max_concurrent_agents", "max_spawns_per_m
 """Limits on the agents of a session."""
 
 _NOTICED = (*_COUNTED, "max_agents")
-"""Limits of which a note can tell the model the rest."""
+"""Limits for which a note can name the remaining amount."""
 
 _LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker", *_AGENTS)
 
@@ -176,14 +176,16 @@ class SessionLimits(JsonObject):
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
         max_tool_calls: maximum tool calls, each counted once; then requests are refused.
-        max_tool_calls_mode: `narrow` lets a session at `max_tool_calls` go on with the tools that have calls left in
-            `max_calls_per_tool`; `finish` lets one more request pass for a last answer, with tool calls forbidden.
-        max_calls_per_tool: maximum calls by tool name; used-up tools are removed. 0: only with a grant.
+        max_tool_calls_mode: `narrow` lets a session at `max_tool_calls` continue with tools that
+            have calls left in `max_calls_per_tool`; `finish` lets one more request pass for a last
+            answer, with tool calls forbidden.
+        max_calls_per_tool: maximum calls by tool name; used-up tools are removed. 0: only with a
+            grant.
         max_cost_per_session: maximum cost in dollars; the next request is refused.
         loop_detection: repeated calls that are too many.
         circuit_breaker: what kills a session.
-        max_agents: maximum agents that a session starts, directly or through other agents; further ones are refused at their
-            first request.
+        max_agents: maximum agents that a session starts, directly or through other agents; further
+            ones are refused at their first request.
         max_depth: maximum levels of agents; 1 allows only those that the session itself starts.
         max_concurrent_agents: maximum agents with a request in the last `agent_idle_seconds`.
         max_spawns_per_minute: maximum agents that start within a minute.
@@ -191,11 +193,11 @@ class SessionLimits(JsonObject):
         prices: by model name; `*` matches anything, and the longest match counts.
         unknown_model: fallback price for models without one.
         reject_status: as in `loop_detection`.
-        max_inspect_bytes: longest body in which tool calls are counted. Default: the largest `max_inspect_bytes` of the
-            policy's detectors, at least 1 MiB.
+        max_inspect_bytes: longest body in which tool calls are counted. Default: the largest
+            `max_inspect_bytes` of the policy's detectors, at least 1 MiB.
         escalate: milder actions before a limit is reached.
-        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise their cost is
-            estimated. Clients get one more event.
+        usage: `request` makes streams report their usage, if their API does so only on request.
+            Otherwise their cost is estimated. Clients get one more event.
     """
 
     max_steps: Count | None = None

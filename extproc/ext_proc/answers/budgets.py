@@ -62,7 +62,7 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
 
 
 _Tightest: TypeAlias = tuple[str, Reservation | None, Reservation | None]
-"""A policy, and its budget with the smallest share left: of all that have headers, and of those in
+"""A policy, and its budgets with the smallest share left: of those with headers, and of those in
 tokens."""
 
 

@@ -72,7 +72,7 @@ def narrow(request: HttpRequest, body: bytes | memoryview, tools: Tools, documen
 
 
 def take_out(patch: Patch, path: str, tools: Tools) -> bool:
-    """Remove or forbid tools in an open body of any API; whether it changes.
+    """Remove or forbid tools in an open body of any API; returns whether it changes.
 
     Args:
         patch: the edit of the body.

@@ -12,7 +12,7 @@ from extproc.request.patch import Patch
 
 
 def ask_usage(patch: Patch, path: str) -> bool:
-    """Make the answer to an open body report usage; whether the body changes.
+    """Make the answer to an open body report usage; returns whether the body changes.
 
     Raises:
         NotCounted: the body is ambiguous or too large.

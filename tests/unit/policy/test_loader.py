@@ -551,7 +551,7 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             [
                 (
                     "/spec/loop_detection",
-                    "land cannot add a note to requests without a conversation: they go on with a warning",
+                    "land cannot add a note to requests without a conversation: they continue with a warning",
                 )
             ],
         ),
@@ -560,7 +560,7 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             [
                 (
                     "/spec/loop_detection",
-                    "steer and land cannot add a note to requests whose body is not read: they go on with a warning",
+                    "steer and land cannot add a note to requests whose body is not read: they continue with a warning",
                 )
             ],
         ),
