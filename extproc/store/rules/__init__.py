@@ -16,7 +16,8 @@
 The Python of `tally` and `sliding_log` is in `windows.py`; the other modules have the rules' names.
 
 The rules are pure and exact, in whole milliseconds, with `now` as an argument. Both languages give the same answers: one set of
-cases tests the memory store, which uses the Python, and Redis and Valkey, which use the Lua.
+cases tests the memory store, which uses the Python, and Valkey, which uses the Lua (`tests/doors/store/rules`). There,
+`test_every_kind.py` compares every server with memory on random questions of all kinds.
 
 Every packed value in Redis begins with a byte for the version of its format. A value of another version is treated as missing,
 so it is overwritten. During an upgrade, two versions of Loopguard share a store. So a new format needs a new version and a new

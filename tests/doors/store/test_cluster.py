@@ -264,9 +264,12 @@ def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureF
 
 def test_a_cluster_node_is_no_single_server(six: list[Server]) -> None:
     with Driver(f"redis://{six[0].address}") as driver:
-        count_each(driver, [f"{number}:{number:02x}" for number in range(TAGS)])
+        healths = []
+        for number in range(TAGS):  # a probe of the node itself succeeds soon after
+            count_each(driver, [f"{number}:{number:02x}"])
+            healths.append(driver.store.health())
 
-        assert "use redis+cluster://" in driver.store.health()
+        assert any("use redis+cluster://" in health for health in healths)
 
 
 # --- who takes over
