@@ -256,7 +256,7 @@ def test_probe_names_the_requests_that_are_not_counted(running: Stack, capsys: p
     assert code == 1
     assert all(request.header("x-loopguard-probe") for request in running.upstream.seen[before:])
     accepted = [flag for name in (*others, "WebSocket upgrade") for flag in ("--ignore", name)]
-    assert probe(running, capsys, *AS_ANN, *accepted)[0] == 0
+    assert probe(running, capsys, *AS_ANN, *accepted, "--probe-size", "1000")[0] == 0
 
 
 def test_probe_finds_large_bodies_that_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
