@@ -16,10 +16,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.documents import bundle, policy
-from tests.support.harness import Process
 from tests.support.processes import alive
-
-COMMAND = [sys.executable, str(ROOT / "envoy" / "agent_demo.py")]
 
 
 def list_left(output: str) -> list[int]:
@@ -30,12 +27,10 @@ def list_left(output: str) -> list[int]:
 
 
 @pytest.mark.deep
-def test_every_scene_ends_as_expected(tmp_path: Path) -> None:
-    demo = Process(COMMAND, tmp_path / "log")
+def test_every_scene_ends_as_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    code = agent_demo.main([])
 
-    code = demo.wait()
-
-    output = demo.output()
+    output = capsys.readouterr().out
     assert code == 0, output
     for line in (
         "1. An agent that repeats a failing call: the model reads the note, and finishes (openai SDK, chat completions)",
@@ -105,7 +100,9 @@ def test_ctrl_c_within_a_scene_stops_everything(
 
 
 def test_help_has_examples() -> None:
-    shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, str(ROOT / "envoy" / "agent_demo.py"), "--help"]
+
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert "make demo-agent ARGS='--scene cycle'" in shown
     assert "{steered,chat,progress,responses,anthropic,stored,cycle,landed}" in shown

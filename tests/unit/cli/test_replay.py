@@ -389,6 +389,14 @@ def test_top_keeps_heavy_hitters_and_bounds_its_error() -> None:
     assert all(true[key] - top.dropped <= item.count <= true[key] for key, item in first)
 
 
+def test_top_remembers_the_highest_dropped_count() -> None:
+    top: Top[str, Tally] = Top(4, Tally)
+    for key, count in {"a": 3, "b": 5, "c": 6, "d": 7, "e": 1}.items():
+        top.get_or_add(key).count += count
+
+    assert (top.dropped, top.get_or_add("a").count, top.get_or_add("d").count) == (5, 0, 7)
+
+
 GUARDS: dict[str, Any] = {
     "turns": policy("p", ANY, similarity="turns", **USER),
     "tool_calls": policy("p", ANY, similarity="tool_calls", **USER),
