@@ -320,6 +320,8 @@ def test_reason_of_a_tool_is_in_the_message(shape: str) -> None:
         ({"*": 5}, "", 5),
         ({"*": 5}, "x\ny", 5),
         ({"a*c": 5}, "ac", 5),
+        ({"a*c": 5}, "acd", 3),
+        ({"*b": 5}, "aba", 3),
         ({"a*a": 5}, "a", 3),
         ({"A*": 5}, "ab", 3),
         ({"a.c": 5}, "abc", 3),
