@@ -2,7 +2,7 @@
 
 A turn is one assistant message (without its thoughts), and everything after it up to the next one:
 results of tools, observations, the user's words. Two turns are equal if both parts are. With a
-threshold t, the newest turn is part of a loop by one of five rules:
+threshold t, the newest turn is part of a loop by one of six rules:
 
 - REPEAT: t of the last 2t + 4 turns equal it, itself included, and at most t - 2 turns between the
   first and the last of these are new (more than thoughts, and not seen before in the turns read).
@@ -11,9 +11,11 @@ threshold t, the newest turn is part of a loop by one of five rules:
   rounds from length 5 on; at most 32 turns in all.
 - ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an
   assistant that only talks.
-- NOTHING_NEW: it equals one of the last max(2t + 4, `max_cycle` + 1) turns, and at most one of the
-  last 2t + 2 turns is new. Turns whose tool may repeat more often always are new. It gets a note at
-  most.
+- TALK: in the last max(10, t) turns, the assistant only talks, and hears the same each time, digits
+  aside. The loop is weak. Fewer than eight words may be a person's: they get a note at most.
+- NOTHING_NEW: it equals one of the last max(2t + 4, `max_cycle` + 1) turns, and of the last 2t + 2
+  turns, three or more differ and at most one is new. Turns whose tool may repeat more often always
+  are new. It gets a note at most.
 - SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the
   same, numbers and actions aside. It gets a note at most.
 
@@ -36,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
@@ -81,12 +84,16 @@ REPEAT: Final = "repeat"
 RESULT: Final = "result"
 CYCLE: Final = "cycle"
 ERROR: Final = "error"
+TALK: Final = "talk"
 NOTHING_NEW: Final = "nothing_new"
 SIMILAR_ERROR: Final = "similar_error"
 """The rules; RESULT is REPEAT for unknown actions."""
 
 _MIN_SIMILAR: Final = 6
 _MORE_SIMILAR: Final = 4
+_MIN_TALK: Final = 10
+_FEWEST_WORDS: Final = 8
+_FEWEST_STEPS: Final = 3
 
 
 def count_window(threshold: int) -> int:
@@ -411,7 +418,7 @@ class TurnRule:
         if again and found is None:
             found = self._repeat(history, newest, limit, again)
         if found is None:
-            found = self._error(history, newest, limit)
+            found = self._error(history, newest, limit) or self._talk(history, newest, limit)
         if found is None and self._notes and again:
             found = self._nothing_new(history, limit)
         return self._similar_error(history, limit) if found is None and self._notes and newest.failed else found
@@ -483,6 +490,19 @@ class TurnRule:
         strength = weigh_apart(turns) if spread else weigh(turns)
         return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
 
+    def _talk(self, history: History, newest: AnyTurn, limit: Limit) -> Repeat | None:
+        """The loop if the assistant only talks and hears the same each time, whatever it says."""
+        count = max(_MIN_TALK, limit.threshold)
+        if newest.names or history.at(count - 1) is None or not newest.words:
+            return None
+        if any(turn.words != newest.words for turn in history.newest(count)):
+            return None
+        brief = not isinstance(newest, Turn) or len(newest.result.split()) < _FEWEST_WORDS
+        found = Repeat((), count, count, count, results=True, reason=limit.reason, rule=TALK, strength=WEAK)
+        if brief:
+            return found._replace(held=True, notes_only=True) if self._notes else None
+        return found
+
     def _nothing_new(self, history: History, limit: Limit) -> Repeat | None:
         """The loop that gets a note at most, if hardly any recent turn is new: a cycle with one varying member."""
         window = 2 * limit.threshold + 2
@@ -494,6 +514,11 @@ class TurnRule:
             new += self._is_new(turns, place, limit)
             if new > 1:
                 return None
+        if (
+            sum([not any(map(partial(self._same, turn), turns[:place])) for place, turn in enumerate(turns[:window])])
+            < _FEWEST_STEPS
+        ):
+            return None
         names = tuple(dict.fromkeys([name for turn in reversed(turns[:window]) for name in turn.names]))
         count = window - new
         found = Repeat(names, count, window, window - 1, results=True, reason=limit.reason, rule=NOTHING_NEW, strength=WEAK)

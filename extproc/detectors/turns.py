@@ -26,6 +26,7 @@ from extproc.detectors.loops import (
     REPEAT,
     RESULT,
     SIMILAR_ERROR,
+    TALK,
     USUAL_TURNS,
     History,
     KeptTurn,
@@ -378,6 +379,11 @@ def _explain_similar_error(repeat: Repeat) -> tuple[str, str]:
     return f"{what}, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
 
 
+def _explain_talk(repeat: Repeat) -> tuple[str, str]:
+    what = f"the last {repeat.count} answers called no tool, and the same words came back each time"
+    return what, "an action, or a last answer that says what you need from a person"
+
+
 def _explain_nothing_new(repeat: Repeat) -> tuple[str, str]:
     what = f"{repeat.count} of the last {repeat.calls} turns{_list_tried(repeat)} repeat earlier ones, with the same results"
     return what, "an action that was not tried yet, or a different result"
@@ -398,6 +404,7 @@ _EXPLAIN = {
     RESULT: _explain_result,
     CYCLE: _explain_cycle,
     ERROR: _explain_error,
+    TALK: _explain_talk,
     NOTHING_NEW: _explain_nothing_new,
     SIMILAR_ERROR: _explain_similar_error,
     NESTED_PROMPT: _explain_nested_prompt,

@@ -28,6 +28,7 @@ _RULES = {
     " turns returned the same result": "result",
     "the prompt begins ": "nested_prompt",
     "the prompt ends ": "repeated_ending",
+    " answers called no tool": "talk",
     " repeat earlier ones": "nothing_new",
     " turns were ": "repeat",
     " tool calls were ": "calls",

@@ -124,8 +124,7 @@ def judge(turns: Sequence[Turn], rules: Rules) -> str:
     seen = _since_a_person_spoke(list(turns)[-rules.count_seen(turns[-1]) :])
     loops = [(step, strong) for step in range(len(rules.ladder)) for strong in _loops(seen, rules.at(step), rules)]
     if not loops:
-        noted = seen and (_fails_alike(seen, max(6, _of(seen[-1], rules.at(0)))) or _brings_nothing_new(seen, rules))
-        return _note(rules) if noted else "allow"
+        return _note(rules) if seen and _is_noted(seen, rules) else "allow"
     last = len(rules.ladder) - 1
     reach = last if rules.weak is None else _reach(seen, rules, rules.weak, last)
     if reach < 0 and not any(strong for _, strong in loops):
@@ -136,6 +135,17 @@ def judge(turns: Sequence[Turn], rules: Rules) -> str:
 def _note(rules: Rules) -> str:
     first = rules.ladder[0][0]
     return first if first in {"warn", "steer"} else "warn"
+
+
+def _is_noted(seen: list[Turn], rules: Rules) -> bool:
+    own = _of(seen[-1], rules.at(0))
+    return _fails_alike(seen, max(6, own)) or _brings_nothing_new(seen, rules) or _only_talks(seen, own)
+
+
+def _only_talks(turns: list[Turn], threshold: int) -> bool:
+    last = turns[-max(10, threshold) :]
+    said = {"".join(letter for letter in turn.result if not letter.isdigit()) for turn in last}
+    return len(last) == max(10, threshold) and len(said) == 1 and not any(turn.tool for turn in last)
 
 
 def _fails_alike(turns: list[Turn], times: int) -> bool:
@@ -157,7 +167,7 @@ def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:
         if turn.role == READS and changed:
             before = before[changed[-1] + 1 :]
         new += turn not in before or _of(turn, thresholds) > own
-    return new <= 1
+    return new <= 1 and len(set(turns[-2 * own - 2 :])) >= 3
 
 
 def _mildest(rules: Rules) -> str:
@@ -189,7 +199,8 @@ def _loops(turns: list[Turn], thresholds: Thresholds, rules: Rules, full: int = 
     if not turns:
         return []
     own = _of(turns[-1], thresholds)
-    return [*_repeats(turns, own, rules), *_cycles(turns, thresholds, rules, full), *_errors(turns, own, rules)]
+    talks = [False] if _only_talks(turns, own) and len(turns[-1].result.split()) >= 8 else []
+    return [*_repeats(turns, own, rules), *_cycles(turns, thresholds, rules, full), *_errors(turns, own, rules), *talks]
 
 
 def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:

@@ -28,6 +28,7 @@ WORDS: Final = {
     "result": "the same result",
     "cycle": "the same steps in turn, the same results",
     "error": "the same error, whatever was tried",
+    "talk": "answers without an action, to the same words each time",
     "nothing_new": "hardly a turn that was not there before",
     "similar_error": "the same error but for numbers, whatever was tried",
     "nested_prompt": "a prompt that contains itself",

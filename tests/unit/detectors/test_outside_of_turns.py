@@ -278,4 +278,4 @@ def test_same_complaint_six_times_is_a_loop(threshold: int) -> None:
 
 
 def test_complaint_with_a_number_gets_a_note() -> None:
-    assert [look(complained(times)).action for times in (5, 20)] == ["allow", "steer"]
+    assert [look(complained(times)).action for times in (5, 9, 20)] == ["allow", "steer", "reject"]

@@ -62,9 +62,9 @@ STUCK: dict[str, tuple[list[Meaning], str]] = {
     "edit, run, edit, run": ([turn for n in range(6) for turn in (new(n), _B)], ""),
     "edit, run, with the same edit": ([new(0), _B] * 3, "cycle"),
     "turns in between that were seen before": ([new(1), new(2), _A, new(1), _A, new(2), _A], "repeat"),
-    "out of the window": ([_A, *[new(n) for n in range(8)], _A, new(8), _A], ""),
     "first and last of ten turns": ([_A, *[new(1)] * 6, _A, new(1), _A], "repeat"),
-    "first and last of eleven turns": ([_A, *[new(1)] * 7, _A, new(1), _A], "note"),  # hardly a turn is new
+    "first and last of eleven turns": ([_A, *[new(1)] * 7, _A, new(1), _A], ""),
+    "nothing new": ([_A, _B, new(0), new(1), _A, new(1), new(0), _B, _A, new(2), new(1), new(0)], "note"),
     "a cycle of four": ([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 3, "cycle"),
     "a cycle of four, a round short": ([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 2, ""),
     "a cycle of five comes round twice": ([(name, "ok") for name in "abcde"] * 2, "cycle"),
