@@ -709,7 +709,7 @@ def ask_budgets(driver: Driver, _: Server, __: int) -> Callable[[], object]:
     takes = [replace(make_breaker(), key=driver.name(f"{place}:7f")) for place in range(MAX_BATCH)]
 
     async def ask() -> None:
-        await asyncio.gather(*(driver.later(lambda store, each=each: store.hit([each])) for each in takes))
+        await asyncio.gather(*[cast("Any", driver.store.hit([take])) for take in takes])
 
     return lambda: driver.run(ask())
 
