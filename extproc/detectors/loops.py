@@ -13,9 +13,9 @@ threshold t, the newest turn is part of a loop by one of six rules:
   assistant that only talks.
 - TALK: in the last max(10, t) turns, the assistant only talks, and hears the same each time, digits
   aside. The loop is weak. Fewer than eight words may be a person's: they get a note at most.
-- NOTHING_NEW: it equals one of the last max(2t + 4, `max_cycle` + 1) turns, and of the last 2t + 2
-  turns, three or more differ and at most one is new. Turns whose tool may repeat more often always
-  are new. It gets a note at most.
+- NOTHING_NEW: it equals one of the `max_cycle` turns before it, at most one of the last 2t + 2 turns
+  is new, and three or more of the last 6 differ. Turns whose tool may repeat more often always are
+  new. It gets a note at most.
 - SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the
   same, numbers and actions aside. It gets a note at most.
 
@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
@@ -93,6 +92,7 @@ _MIN_SIMILAR: Final = 6
 _MORE_SIMILAR: Final = 4
 _MIN_TALK: Final = 10
 _FEWEST_WORDS: Final = 8
+_NEWEST_STEPS: Final = 6
 _FEWEST_STEPS: Final = 3
 
 
@@ -419,7 +419,7 @@ class TurnRule:
             found = self._repeat(history, newest, limit, again)
         if found is None:
             found = self._error(history, newest, limit) or self._talk(history, newest, limit)
-        if found is None and self._notes and again:
+        if found is None and self._notes and again and again[0] <= self._max_cycle:
             found = self._nothing_new(history, limit)
         return self._similar_error(history, limit) if found is None and self._notes and newest.failed else found
 
@@ -507,18 +507,17 @@ class TurnRule:
         """The loop that gets a note at most, if hardly any recent turn is new: a cycle with one varying member."""
         window = 2 * limit.threshold + 2
         turns = history.newest(MAX_TURNS)
-        if len(turns) < window:
+        different: list[AnyTurn] = []
+        for turn in turns[:_NEWEST_STEPS]:
+            if not any(self._same(turn, other) for other in different):
+                different.append(turn)
+        if len(turns) < window or len(different) < _FEWEST_STEPS:
             return None
         new = 0
         for place in range(window):
             new += self._is_new(turns, place, limit)
             if new > 1:
                 return None
-        if (
-            sum([not any(map(partial(self._same, turn), turns[:place])) for place, turn in enumerate(turns[:window])])
-            < _FEWEST_STEPS
-        ):
-            return None
         names = tuple(dict.fromkeys([name for turn in reversed(turns[:window]) for name in turn.names]))
         count = window - new
         found = Repeat(names, count, window, window - 1, results=True, reason=limit.reason, rule=NOTHING_NEW, strength=WEAK)

@@ -154,11 +154,10 @@ def _fails_alike(turns: list[Turn], times: int) -> bool:
 
 
 def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:
-    """Whether the last turn is one of those shortly before it, and at most one of the last 2t + 2 was never seen before."""
+    """Whether the last turn repeats one shortly before it, and at most one of the last 2t + 2 was never seen before."""
     thresholds = rules.at(0)
     own = _of(turns[-1], thresholds)
-    near = turns[-max(2 * own + 4, rules.max_cycle + 1) : -1]
-    if turns[-1] not in near or len(turns) < 2 * own + 2:
+    if turns[-1] not in turns[-rules.max_cycle - 1 : -1] or len(turns) < 2 * own + 2 or len(set(turns[-6:])) < 3:
         return False
     new = 0
     for place in range(len(turns) - 2 * own - 2, len(turns)):
@@ -167,7 +166,7 @@ def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:
         if turn.role == READS and changed:
             before = before[changed[-1] + 1 :]
         new += turn not in before or _of(turn, thresholds) > own
-    return new <= 1 and len(set(turns[-2 * own - 2 :])) >= 3
+    return new <= 1
 
 
 def _mildest(rules: Rules) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from extproc.decision import Action
 from tests.support.looping import encoded, looping
 from tests.support.loops import STATELESS, Guard
+from tests.support.turn_writers import Did, as_chat
 
 STEPS: dict[str, Any] = {"action": "warn", "threshold_identical_requests": 2, "escalate": {"throttle": 4, "reject": 5}}
 STEER: dict[str, Any] = {"action": "steer", "escalate": {"reject": 5}}
@@ -37,6 +40,25 @@ def test_history_gets_strictest_action_whose_threshold_it_meets(similarity: str)
     sent = [guard.send(looping(times)) for times in range(7)]
 
     assert sent == ["allow", "allow", "warn", "warn", "throttle", "reject", "reject"]
+
+
+_TURNS = st.lists(st.sampled_from(["aa", "ab", "ba", "cc", "error", "x error"]), max_size=16)
+
+
+@given(_TURNS, st.integers(1, 4), st.sampled_from(STATELESS))
+@example(["aa"] * 10 + ["ab"], 2, "turns")
+def test_escalation_equals_separate_detectors(turns: list[str], times: int, similarity: str) -> None:
+    """The same action as the strictest of two detectors, each with one of the thresholds."""
+    did = [Did(((turn[0], {"n": 1}),), (turn,)) for turn in turns * times]
+    data = encoded(as_chat(did))
+    single = [
+        Guard(similarity=similarity, action=action, threshold_identical_requests=threshold)
+        for action, threshold in (("reject", 5), ("warn", 3))
+    ]
+
+    sent = Guard(similarity=similarity, action="warn", escalate={"reject": 5}).send(data)
+
+    assert sent == next((action for action in (guard.send(data) for guard in single) if action != "allow"), "allow")
 
 
 def test_cooldown_starts_at_first_refusal() -> None:
