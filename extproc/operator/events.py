@@ -1,8 +1,8 @@
 """Events for other programs: CloudEvents 1.0 (github.com/cloudevents/spec, v1.0.2), written to a file or sent to a webhook.
 
-Callers put an event into a bounded queue and continue; a thread of its own does the rest. What there is no room
-for is dropped and counted. A webhook gets batches (the JSON batch format), again and again until it takes them. With a secret
-each is signed as Standard Webhooks has it (github.com/standard-webhooks): an HMAC-SHA256 of id, time and body.
+`emit` puts an event into a bounded queue and returns; a background thread delivers it. If the queue is full, events are
+dropped and counted. A webhook gets batches in the JSON batch format, and each batch is retried until it is accepted. With a
+secret, batches are signed according to Standard Webhooks (github.com/standard-webhooks): an HMAC-SHA256 of id, time and body.
 """
 # interpreted: waits for a receiver
 
@@ -57,7 +57,7 @@ TYPES: Final = {
     "store_back": "io.loopguard.store.back.v1",
     "store_emptied": "io.loopguard.store.emptied.v1",
 }
-"""A type's name ends with its version: fields may be added to its data; if one changes its meaning, the version changes."""
+"""Types by kind. A type ends with its version, which changes if a field changes its meaning, not if one is added."""
 
 MAX_QUEUED = 10_000
 MAX_BATCH = 100
@@ -68,7 +68,7 @@ _LONGEST_WAIT_SECONDS = 30.0
 _ANSWER_SECONDS = 10.0
 _MOST_ANSWERED = 2**16
 LAST_SECONDS = 2.0
-"""How long the process waits at its end for events to be sent."""
+"""How long shutdown waits for the queue to drain."""
 
 _REMIND_SECONDS = 60.0
 _TRY_AGAIN = frozenset({408, 425, 429})
@@ -76,11 +76,11 @@ _SERVER_ERRORS = 500
 
 
 class RefusedError(LoopguardError):
-    """The receiver does not want these events, now or later."""
+    """The receiver rejected the events; a retry would not help."""
 
 
 class UnreachableError(LoopguardError):
-    """The receiver cannot take them now."""
+    """The receiver cannot accept the events now; a retry may work."""
 
 
 _Queued: TypeAlias = tuple[str, str, float, Mapping[str, object]]
@@ -91,14 +91,14 @@ class Sink(Protocol):
     """Where events go."""
 
     def send(self, events: Sequence[bytes]) -> None:
-        """Send events, each as JSON; raises UnreachableError if that may work later, RefusedError if it never will."""
+        """Send events, each as JSON; raises UnreachableError or RefusedError."""
 
     def close(self) -> None:
         """Close the file or the connection."""
 
 
 class Events:
-    """The queue, and the thread that empties it."""
+    """The queue and the thread that drains it."""
 
     def __init__(self, sink: Sink, source: str, metrics: Metrics) -> None:
         """Start the thread; `source` names this process in every event."""
@@ -113,7 +113,7 @@ class Events:
         self._thread.start()
 
     def emit(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
-        """Queue an event of a kind in `TYPES`, without waiting, from any thread; None is left out of `data`."""
+        """Queue an event of a kind in `TYPES`. Never blocks; thread-safe. None values are left out of `data`."""
         if len(self._queue) >= MAX_QUEUED:
             self._drop(1, "the queue is full")
             return
@@ -121,7 +121,7 @@ class Events:
         self._wake.set()
 
     def close(self) -> None:
-        """Send remaining events, if that is quick."""
+        """Send the remaining events within LAST_SECONDS; drop the rest."""
         self._ending.set()
         self._wake.set()
         self._thread.join(LAST_SECONDS)
@@ -131,16 +131,16 @@ class Events:
         while not (self._ending.is_set() and not self._queue):
             self._wake.wait()
             self._wake.clear()
-            self._ending.wait(GATHER_SECONDS)  # what happens together goes together
+            self._ending.wait(GATHER_SECONDS)  # batches events that occur together
             while batch := self._take(MAX_BATCH):
                 try:
                     self._deliver([write_event(*event, source=self._source) for event in batch])
-                except Exception as error:  # noqa: BLE001  # whatever it is, the next events may fare better
+                except Exception as error:  # noqa: BLE001  # a bad batch must not end the thread
                     self._drop(len(batch), f"{type(error).__name__}: {error}")
         self._sink.close()
 
     def _take(self, most: int) -> list[_Queued]:
-        """Remove the oldest events from the queue. `close` does so as well, if the thread has not finished by then."""
+        """Remove the oldest events from the queue. `close` may do so at the same time as the thread."""
         taken: list[_Queued] = []
         with suppress(IndexError):  # the queue is empty
             while len(taken) < most:
@@ -174,14 +174,14 @@ class Events:
 
 
 def open_events(settings: Settings, source: str, metrics: Metrics) -> Events | None:
-    """The queue for the target of `--events`, if there is one; raises UsageError or LoopguardError if it cannot be used."""
+    """Open the target of `--events`, if set; raises UsageError or LoopguardError if it is unusable."""
     if not settings.events:
         return None
     return Events(_open_sink(settings), source, metrics)
 
 
 def write_event(kind: str, subject: str, at: float, data: Mapping[str, object], *, source: str) -> bytes:
-    """An event in the JSON event format."""
+    """Encode an event in the JSON event format."""
     from cloudevents.core.formats.json import JSONFormat  # noqa: PLC0415  # takes 0.1 s, and most deployments send none
     from cloudevents.core.v1.event import CloudEvent  # noqa: PLC0415  # as above
 
@@ -215,7 +215,7 @@ def _open_sink(settings: Settings) -> Sink:
 
 
 def _read_secret(path: str) -> bytes:
-    """The key in a secret of Standard Webhooks (`whsec_` and base64), or the bytes of the file unchanged."""
+    """The key of a Standard Webhooks secret (`whsec_` and base64), otherwise the file's bytes."""
     if not path:
         return b""
     try:
@@ -226,7 +226,7 @@ def _read_secret(path: str) -> bytes:
 
 
 class _Lines:
-    """A file or standard output, with a line for each event."""
+    """A file or standard output, one line per event."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -244,7 +244,7 @@ class _Lines:
 
 
 class _Webhook:
-    """An HTTPS endpoint that takes batches."""
+    """An HTTPS endpoint for batches."""
 
     def __init__(self, url: str, secret: bytes, authorities: str) -> None:
         import httpx  # noqa: PLC0415  # takes 0.2 s, and most deployments send none
@@ -274,7 +274,7 @@ class _Webhook:
                     "webhook-signature": sign(self._secret, identity, at, body),
                 }
             with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
-                # A short reply is read to its end, so that the connection can be used again; only its status matters.
+                # Only the status matters, but reading a short body to its end lets the connection be reused.
                 ends = time.monotonic() + _ANSWER_SECONDS
                 sizes = accumulate(map(len, answer.iter_raw()))
                 any(size > _MOST_ANSWERED or time.monotonic() > ends for size in sizes)

@@ -1,7 +1,7 @@
-"""Operators' orders about callers while the server runs: given, kept in the store, applied by every replica, revoked.
+"""Overrides: orders about callers that operators give and revoke while the server runs.
 
-Each replica asks the store once a second whether anything has changed, and keeps applying what it knows while the store is
-away. The store has hashes of clients' names, never the names themselves.
+Overrides live in the store. Each replica polls the store once a second and applies what it finds. While the store is away,
+replicas apply the last known overrides. The store has hashes of clients' names, never the names themselves.
 """
 # interpreted: takes what operators order
 
@@ -66,7 +66,7 @@ SESSION_SECONDS: Final = 86_400
 """Default duration of a kill or a grant: longer than most sessions last."""
 
 _LEAST_RELEASE_SECONDS = 3_600
-"""The shortest release, because policies that come with a route are not known here."""
+"""Minimum duration of a release. Policies in route metadata may have longer lifetimes than the loaded ones."""
 
 _MARGIN_SECONDS = 60
 _MAX_REASON = 256
@@ -79,7 +79,7 @@ _MAX_RULE = 128
 _AMOUNTS = Grant._fields
 _GRANTED = {amount: f"max_{amount}" for amount in _AMOUNTS} | {"cost": "max_cost_per_session"}
 _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
-"""The event of an order, by its kind, if it has one of its own."""
+"""Event by kind of override; other kinds have `override_given`."""
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8}")
@@ -92,14 +92,13 @@ _CALLER = "the 16 hex digits of a tenant, as in logs, an alias, or an object of 
 
 
 class Seen(NamedTuple):
-    """The hashes that replicas have reported recently, which is where operators read them.
+    """Hashes that replicas have reported in the last hour.
 
     Attributes:
-        callers: what callers are ordered about by (their names, those of their values, and aliases), and how many callers each
-            stands for.
-        sessions: hashes of names.
-        fingerprints: of loops.
-        policies: ids of those that have reported any of these, by hash or alias.
+        callers: number of callers by what identifies them: the caller's hash, the hash of a value, or an alias.
+        sessions: hashes of session names.
+        fingerprints: fingerprints of loops.
+        policies: ids of the policies that reported a hash or alias.
     """
 
     callers: Mapping[str, int]
@@ -109,7 +108,7 @@ class Seen(NamedTuple):
 
 
 class Serving(Protocol):
-    """What requests are judged by: `engine` has the policies of the newest load; `overrides` is None if there are none."""
+    """The part of the service that overrides need. `overrides` is None if there are none."""
 
     engine: Engine
     key: HashKey
@@ -118,12 +117,12 @@ class Serving(Protocol):
 
 
 class OverrideService:
-    """Where operators give orders, and where this replica learns of those that were given elsewhere.
+    """Takes orders from operators, and applies those that other replicas took.
 
     Attributes:
-        emit: is called with the kind of event (`events.TYPES`) for each change that is made here.
-        list_seen: is called, in a thread, for an order that names a hash; None where that is not known.
-        list_budgets: is called, in a thread, for a grant of a budget; returns the rows of all replicas.
+        emit: called with an event kind (`events.TYPES`) for each change made by this replica.
+        list_seen: called in a thread for an order that names a hash; returns None if nothing is known.
+        list_budgets: called in a thread for a budget grant; returns the rows of all replicas.
     """
 
     def __init__(self, store: Store, service: Serving, metrics: Metrics) -> None:
@@ -133,7 +132,7 @@ class OverrideService:
         self._store = store
         self._service = service
         self._version = ""
-        self._lock = asyncio.Lock()  # what was read first must not be put into force last
+        self._lock = asyncio.Lock()  # an older read must not overwrite a newer one
         self._standing: dict[str, ActiveOverride] = {}
         for kind in KINDS:
             metrics.overrides.labels(kind).set_function(partial(self._count, kind))
@@ -145,20 +144,20 @@ class OverrideService:
         return sorted(standing, key=lambda override: -override.since)
 
     async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
-        """Have an override applied by every replica: here at once, elsewhere within a second.
+        """Apply an order: on this replica at once, on others within a second.
 
-        Returns it, and what the operator should know about it. Raises BadOrderError, or StoreError if it cannot be kept.
+        Returns the override and remarks for the operator. Raises BadOrderError, or StoreError if it cannot be stored.
         """
         plans = self._service.engine.plans
         override = parse_order(order, who, time(), plans, self._service.key)
         if override.budget:
             return await self._credit(override, who)
         if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
-            raise refuse_more()  # without asking the store, which has other things to do
+            raise refuse_more()  # checked here to spare the store a request
         if override.kind == RELEASE:
             await self.refresh()
             override = outlast_kills(override, self.list_standing())
-        # The key by which a valid order names its session; empty if it names none, or gives a hash
+        # The limit key of the order's session; empty if it has no session or gives a hash
         session = order.get("session") if isinstance(order, dict) else None
         session_key = next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
         plans = [*plans, *self._service.handed_over.list_plans()]
@@ -174,7 +173,7 @@ class OverrideService:
         return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen), *missed]
 
     async def _credit(self, grant: ActiveOverride, who: str) -> tuple[ActiveOverride, list[str]]:
-        """Add to the budgets that a grant is about, once; see `give`."""
+        """Add a grant's amount to its budgets, once; see `give`."""
         rows = await asyncio.to_thread(self.list_budgets)
         plans = [*self._service.engine.plans, *self._service.handed_over.list_plans()]
         takes, notes = find_credits(grant, rows, plans, time())
@@ -189,7 +188,7 @@ class OverrideService:
             answers = self._store.hit(takes) if takes else []
             if not isinstance(answers, list):
                 await answers
-        except PartlyAwayError:  # if it were given again, some would get it twice
+        except PartlyAwayError:  # a retry would credit some callers twice
             notes.append("a part of the store is away: some of the callers have not got it")
         except StoreError:
             with suppress(StoreError):
@@ -201,9 +200,9 @@ class OverrideService:
         return grant, notes
 
     async def revoke(self, name: str, who: str) -> bool:
-        """End an override before its time; returns whether there was one.
+        """End an override early; returns whether it existed.
 
-        Raises StoreError if the store is away, and BadOrderError for a grant of a budget, which has acted already.
+        Raises StoreError if the store is away, and BadOrderError for a budget grant that has already been added.
         """
         await self.refresh()
         revoked = self._standing.get(name)
@@ -218,18 +217,18 @@ class OverrideService:
         return True
 
     async def follow(self) -> None:
-        """Apply orders that are given anywhere, until cancelled."""
+        """Poll the store for overrides until cancelled."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             try:
                 await self.refresh()
             except StoreError:
-                self._forget_ended()  # the last known ones hold until they end
-            except Exception:  # noqa: BLE001  # whatever is in the store, the next look may find something else
+                self._forget_ended()  # the last known overrides apply until they end
+            except Exception:  # noqa: BLE001  # bad data in the store must not end the polling
                 _LOG.exception("overrides cannot be read")
 
     async def refresh(self) -> None:
-        """Apply orders in the store if they have changed; keeps the current ones and raises StoreError if it cannot be read."""
+        """Apply the store's overrides if they have changed. If it raises StoreError, the current ones still apply."""
         async with self._lock:
             found = await self._store.documents.read(ORDERS, _BOOK, self._version)
             if found is None:
@@ -241,7 +240,7 @@ class OverrideService:
             self._version, self._standing, self._service.overrides = found.version, standing, filed
 
     def _forget_ended(self) -> None:
-        """Drop overrides once all have ended, so that requests are not looked up."""
+        """Drop the overrides once all have ended, so that requests skip the lookup."""
         if self._standing and not self.list_standing():
             self._standing = {}
             self._service.overrides = None
@@ -251,7 +250,7 @@ class OverrideService:
 
 
 def has_acted(override: ActiveOverride) -> bool:
-    """Whether it added to a budget once, so that it has no effect any more."""
+    """Whether this is a one-time budget grant, which has no further effect."""
     return bool(override.budget) and not override.raises
 
 
@@ -260,17 +259,18 @@ def _announce(what: str, override: ActiveOverride, who: str) -> None:
     _LOG.warning(what, extra=make_extra(**shown, who=who or None))
 
 
-# ---- What an operator says
+# ---- Parsing orders
 
 
 def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key: HashKey = PROCESS_KEY) -> ActiveOverride:
-    """The override that an operator orders at `now` (seconds since 1970); raises BadOrderError with everything that is wrong.
+    """Parse an operator's order given at `now` (seconds since 1970); raises BadOrderError with all problems.
 
-    An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
-    value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
-    `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name),
-    or a `budget` (the name of a rule) and an `amount`, which is added once, or to the limit for `seconds`. It may have a `key`:
-    orders with the same key are one grant.
+    An order is an object with `kind` and at least one target: `caller` (a hash, an alias, or values by name), `session` (a
+    hash, or one value by its key), `fingerprint` or `tool`. `policy`, `seconds` and `reason` are optional.
+
+    A grant also has at least one of `steps`, `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`,
+    `spawns_per_minute` and `tools` (calls by name). A budget grant instead has a `budget` (the name of a rule) and an `amount`,
+    which is added once or, with `seconds`, raises the limit for that time. Grants with the same `key` are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -305,7 +305,7 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
 
 
 def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey) -> Target:
-    """A caller by its values, of which a single secret is its name; secrets are replaced by their hashes, unless given so."""
+    """The target for a caller's values. Secrets are hashed unless given as hashes; a single secret is the caller's name."""
     known = {name for plan in plans for name in plan.list_names()}
     forms = [form for plan in plans for form in plan.callers.forms]
     named: dict[str, str] = {}
@@ -326,7 +326,6 @@ def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey)
 
 
 def _hash_session(session: str | tuple[str, str], key: HashKey) -> str:
-    """The hash of a session, given that or its limit key and value; a secret is first replaced by its own hash."""
     if isinstance(session, str):
         return session
     name, text = session
@@ -334,7 +333,6 @@ def _hash_session(session: str | tuple[str, str], key: HashKey) -> str:
 
 
 def _hide(secret: str, name: str, key: HashKey) -> str:
-    """The hash of a secret, unless that is given; `name` is that of its header."""
     return secret if _HASH.fullmatch(secret) else key.hide(extract_secret(secret, name))
 
 
@@ -371,13 +369,12 @@ def _find_budget_misfits(given: Mapping[str, object]) -> Iterator[str]:
 
 
 def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
-    """The release, which lasts at least as long as any kill it cancels: the kill must not be back when it ends."""
+    """Extend a release to last at least as long as any kill it cancels."""
     undone = [kill.ends for kill in standing if kill.kind == KILL and _may_meet(kill, release)]
     return release._replace(ends=max([release.ends, *undone]))
 
 
 def _may_meet(one: ActiveOverride, other: ActiveOverride) -> bool:
-    """Whether both may apply to one request, judging by what they name."""
     named = [(one.policy, other.policy), (one.target.caller, other.target.caller), (one.target.session, other.target.session)]
     others = dict(other.target.descriptors)
     named += [(value, others.get(name, "")) for name, value in one.target.descriptors]
@@ -385,7 +382,6 @@ def _may_meet(one: ActiveOverride, other: ActiveOverride) -> bool:
 
 
 def _find_release_seconds(policy: str, plans: Iterable[Plan]) -> int:
-    """How long a release has to last: until everything counted before it has expired."""
     lifetimes = [plan.lifetime_seconds for plan in plans if policy in ("", plan.id)]
     return max([_LEAST_RELEASE_SECONDS, *[seconds + _MARGIN_SECONDS for seconds in lifetimes]])
 
@@ -417,7 +413,7 @@ def _read_fields(order: object) -> dict[str, Any]:
 
 
 def _find_broken(value: object) -> str:
-    """A text in a field with half of a surrogate pair, which JSON can contain but nothing can write; empty for none."""
+    """The first text with half of a surrogate pair, which JSON can contain but UTF-8 cannot; empty if there is none."""
     texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
     return next((text for text in texts if isinstance(text, str) and _SURROGATE.search(text)), "")
 
@@ -514,9 +510,9 @@ _READERS: dict[str, Callable[[object], object]] = {
 
 
 def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:
-    """What an operator should know about an override, seen from the policies that are in force.
+    """Remarks for the operator: why an override may do less than expected under the active policies.
 
-    `session_key` is what its session was named by; empty for a hash, and for none.
+    `session_key` is the limit key of its session; empty if it has no session or gives a hash.
     """
     target = override.target
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
@@ -552,15 +548,15 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
 
 
 def _tell_scope(override: ActiveOverride) -> tuple[bool, bool]:
-    """Whether an order ends sessions by name, and whether it concerns session limits alone."""
+    """Whether an order kills named sessions, and whether it affects only policies with session limits."""
     ends_sessions = override.kind == KILL and override.target.session != ""
     return ends_sessions, override.kind in (KILL, GRANT) and not ends_sessions
 
 
 def find_met(override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[str], seen: Seen | None) -> list[str]:
-    """The ids of the policies whose requests an order may concern.
+    """The ids of the policies that an order may affect.
 
-    Only requests tell which policies know a caller or a session by a hash: those that have reported the `hashes` of the order.
+    A policy's configuration does not show which hashes it produces, so only policies that reported all `hashes` count.
     """
     ends_sessions, limits_alone = _tell_scope(override)
     target, met = override.target, []
@@ -580,7 +576,7 @@ def find_met(override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[s
 
 
 def remark_on_missed(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
-    """The remark if an order about a caller's hash alone meets only some of the policies that it is for."""
+    """Warn if an order that names only a caller's hash applies to only some of its policies."""
     limits_alone = _tell_scope(override)[1]
     meant = [plan.id for plan in plans if override.policy in ("", plan.id) and (plan.limiter is not None or not limits_alone)]
     missed = [policy for policy in dict.fromkeys(meant) if policy not in override.meets]
@@ -592,7 +588,6 @@ def remark_on_missed(override: ActiveOverride, plans: Sequence[Plan]) -> Iterato
 
 
 def _looks_at_tools(plan: Plan) -> bool:
-    """Whether one of its detectors knows which tools a request is about; only such detectors have keys for tools."""
     return any("tools" in detector.similarity.keys.model_fields for detector in plan.detectors)
 
 
@@ -616,7 +611,7 @@ def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterato
 
 
 def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
-    """The hashes in an order, each with the field of `Seen` that has such hashes."""
+    """The hashes in an order, each after the name of its field in `Seen`."""
     session = "" if session_key else target.session
     named = (("callers", target.caller), ("sessions", session), ("fingerprints", target.fingerprint))
     return [(kind, value) for kind, value in named if value]
@@ -635,11 +630,11 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
             )
 
 
-# ---- What stands in the store
+# ---- Storage format
 
 
 def write_override(override: ActiveOverride) -> bytes:
-    """For the store."""
+    """Encode an override for the store."""
     target = override.target
     document = {
         "kind": override.kind,
@@ -661,7 +656,7 @@ def write_override(override: ActiveOverride) -> bytes:
 
 
 def read_override(name: str, document: bytes) -> ActiveOverride:
-    """From the store, where another version may have put it; raises ValueError if it is no override."""
+    """Decode an override from the store, perhaps of another version; raises ValueError if it is invalid."""
     try:
         found = json.loads(document)
         descriptors = tuple(sorted((str(key), str(value)) for key, value in found["descriptors"].items()))
@@ -691,7 +686,7 @@ def _read_all(documents: Mapping[str, bytes]) -> dict[str, ActiveOverride]:
 
 
 def describe_override(override: ActiveOverride) -> dict[str, Any]:
-    """For people and programs; what is not named is left out."""
+    """An override as JSON for operators, without empty fields."""
     target = override.target
     shown: dict[str, Any] = {
         "override": override.name,

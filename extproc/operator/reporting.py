@@ -1,4 +1,4 @@
-"""Metrics and log lines about requests; what is logged is bounded."""
+"""Metrics and rate-limited log lines about requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LOG = logging.getLogger("loopguard")
 _LINES_PER_SECOND = 20
 _DETECTIONS_PER_SECOND = 100
 _DETECTIONS_PER_TENANT = 5
-"""Lines per second: a storm of one tenant's loops must not hide another's."""
+"""Lines per second. The limit per tenant keeps one tenant's loops from hiding another's."""
 
 _TENANTS = 1_000
 _PROBLEMS_SHOWN = 20
@@ -51,7 +51,7 @@ _NAME_SHOWN = 128
 
 _ALLOWED: Final = Action.ALLOW.value
 _NO_POLICIES: Final[list[str]] = []
-_time: Final = time  # compiled code reads a module's constant fastest
+_time: Final = time  # a Final global is the fastest lookup in compiled code
 
 _REMIND_SECONDS = 60
 _MOST_REMINDERS = 10_000
@@ -61,11 +61,14 @@ _ADVICE = {
     "header": ": do clients send it, and does every proxy on the way pass it on?",
     "ip": ": does the filter's request_attributes ask for source.address?",
 }
-"""What to look at when a descriptor is missing, by its source."""
+"""Advice in the warning about a missing descriptor, by its source."""
 
 
 class Reporter:
-    """Reports the outcome of requests; `show_callers` (by values, not only by a hash) may change at any time."""
+    """Reports decided requests to metrics, logs and tables.
+
+    `show_callers` adds callers' values to their hashes. It may change at any time.
+    """
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()
@@ -76,7 +79,7 @@ class Reporter:
         self._spawns = SpawnLinks()
         self.show_callers = show_callers
         self._metrics = metrics
-        self._decisions, self._loops = metrics.decisions, metrics.loops  # looking them up takes long
+        self._decisions, self._loops = metrics.decisions, metrics.loops  # saves attribute lookups per request
         self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
         self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
@@ -87,7 +90,7 @@ class Reporter:
         self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
 
     def _count_lost(self) -> dict[str, int]:
-        """What was lost because there was no room, or because it was not to be believed."""
+        """Counts of entries dropped at capacity, and of implausible usage."""
         metrics = self._metrics
         counters = {DROPPED: metrics.chains_dropped, EVICTED: metrics.store_evictions, ABSURD: metrics.absurd_usage}
         return {reason: int(counter._value.get()) for reason, counter in counters.items()}  # noqa: SLF001  # as fast as a number
@@ -118,7 +121,7 @@ class Reporter:
         self.report_uncounted(exchange)
 
     def weigh(self, exchange: Exchange, decision: Decision) -> Decision:
-        """The decision about a request in a loop, changed if its tool fails for many."""
+        """The decision, changed if the request is part of an incident (a tool that fails for many sessions)."""
         try:
             return self.incidents.weigh(exchange, decision, time())
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
@@ -127,7 +130,7 @@ class Reporter:
 
     def report_uncounted(self, exchange: Exchange) -> None:
         """Report policies that did not count a request, and those that failed."""
-        if exchange.plans:  # else it is the rest of one that has been decided in part
+        if exchange.plans:  # otherwise the second part of a request that was counted with its first
             self.coverage.requests += 1
         if self.probes.open:
             self.probes.note(exchange)
@@ -153,7 +156,7 @@ class Reporter:
             self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
-        """Report a request that cannot get a note, once for each policy that wants one."""
+        """Report a request that no note could be added to, once per policy that asked for one."""
         steering = [outcome.policy for outcome in decision.trace if outcome.action in NOTED and outcome.mode == "enforce"]
         policies = list(dict.fromkeys(steering))
         self.coverage.note_unsteered(policies, reason)
@@ -185,7 +188,7 @@ class Reporter:
             self._report_loops(exchange, decision, acted)
 
     def _report_loops(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> None:
-        """Report a request of a looping conversation once; if no policy has acted on it, an order lets it through."""
+        """Report a request of a looping conversation. If `acted` is empty, an override allowed the request."""
         try:
             if not acted:
                 self.loops.note_allowed(exchange, decision)
@@ -207,7 +210,7 @@ class Reporter:
             self.report_failure("what came after a note could not be reported", error)
 
     def report_sessions(self, candidates: list[SessionGuard], lead: Outcome | None = None) -> None:
-        """Report the state of a request's sessions; `lead` is what decided about it, None if it went on as it was."""
+        """Report the state of a request's sessions; `lead` is the deciding outcome, None if the request was unchanged."""
         metrics, now = self._metrics, time()
         action = lead.action.value if lead is not None else ""
         for candidate in candidates:
@@ -254,7 +257,6 @@ class Reporter:
             self.sessions.link(name, started)
 
     def _report_unnamed(self, candidate: SessionGuard, now: float) -> None:
-        """Report a request without a session; the number of these is logged once a minute."""
         policy, mode, limited = candidate.plan.id, candidate.compiled.mode, candidate.hit is not None
         self._metrics.session_unnamed.labels(policy, mode).inc()
         self.sessions.note_unnamed(RunName(candidate.tenant, policy, mode, UNNAMED), candidate.values, now)
@@ -263,9 +265,9 @@ class Reporter:
             _LOG.warning(f"nothing names the session of requests; {what}", extra=make_extra(policy=policy, requests=requests))
 
     def report_settled(self, ended: Entry, settled: Sequence[Settled], answers: Sequence[Answer | None]) -> None:
-        """Report what a request that has ended has used, each once; what the store has lost was used all the same.
+        """Report the usage of a finished request. Usage that the store could not record is reported, too.
 
-        Of a request that was not sent on, only sessions are told.
+        A refused request is only reported to the session table.
         """
         now, metrics = time(), self._metrics
         usage = None if ended.estimated else ended.usage
@@ -285,7 +287,7 @@ class Reporter:
                 metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
 
     def report_unknown_calls(self, calls: int) -> None:
-        """Report calls in the access log that no session has open: already settled, too late, or made up."""
+        """Report access log entries without an open call: settled before, too late, or forged."""
         self._metrics.access_log_entries.labels("unknown").inc(calls)
 
     def report_forbidden(self, policy: str, reason: str) -> None:
@@ -293,39 +295,39 @@ class Reporter:
         self._metrics.uncountable_rejected.labels(policy, reason).inc()
 
     def report_killed(self, switch: Switch, mode: str) -> None:
-        """Report a request that a kill switch applies to; the first is logged, then their number once a minute."""
+        """Report a request that matches a kill switch. The first is logged, then their number once a minute."""
         self._metrics.kill_switched.labels(switch.scope_key, mode).inc()
         if requests := self._remind(switch.place):
             shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
             _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
 
     def report_blocked(self, policy: str, block: ActiveOverride) -> None:
-        """Report a request that an operator has blocked; logged like those of kill switches."""
+        """Report a request that an operator's block refuses; logged as for kill switches."""
         self._metrics.overridden.labels(policy, "enforce", block.kind).inc()
         if requests := self._remind(block.name):
             shown = {"reason": block.reason or None, "who": block.who or None}
             _LOG.warning("blocked", extra=make_extra(override=block.name, policy=policy, **shown, requests=requests))
 
     def _remind(self, name: str) -> int:
-        """Count a request that something stopped; returns their number once a minute, otherwise 0."""
+        """Count a request under `name`; returns the number of requests once a minute, otherwise 0."""
         if name not in self._stopped and len(self._stopped) >= _MOST_REMINDERS:
             self._stopped.clear()
         return self._stopped.setdefault(name, Reminder(_REMIND_SECONDS)).count(perf_counter())
 
     def report_failure(self, message: str, error: BaseException, **more: object) -> None:
-        """Log an error, unless there are too many."""
+        """Log an error, rate-limited."""
         suppressed = self._failures.admit(perf_counter())
         if suppressed is not None:
             extra = make_extra(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
             _LOG.error(message, exc_info=error, extra=extra)
 
     def report_shadow_failure(self, error: Exception, **more: object) -> None:
-        """Report an error in shadow policies, which no client notices."""
+        """Report an error in a shadow policy; the request is unaffected."""
         self._metrics.fail_open.labels("shadow_error").inc()
         self.report_failure("shadow policy failed", error, **more)
 
     def report_refused_policy(self, refused: RefusedPolicy) -> None:
-        """Report a policy in a route's metadata that cannot be used."""
+        """Report an invalid policy in route metadata."""
         shown = make_extra(reason=refused.reason, problems=refused.found, first=refused.problems)
         _LOG.error("policy in route metadata refused", extra=shown)
 
@@ -388,7 +390,7 @@ class Reporter:
         )
 
     def _report_limit(self, exchange: Exchange, outcome: Outcome, subject: SessionSubject) -> None:
-        """Log a session's first refusal in a row, its second, its fourth and so on."""
+        """Log the first, second, fourth, ... of a session's consecutive refusals."""
         for candidate in exchange.sessions:
             standing = candidate.standing
             if standing is None or not standing.limit or standing.waits:
@@ -419,14 +421,14 @@ class Reporter:
                 )
 
     def _note_budgets(self, candidates: list[BudgetGuard], decision: Decision) -> None:
-        """Note what is left of budgets; a refused request gives back what it took."""
+        """Update the budget table; a refused request returns what it took."""
         try:
             self.budgets.note(candidates, _time(), refused=decision.action is Action.REJECT)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("budgets could not be reported", error)
 
     def _report_budget(self, exchange: Exchange, outcome: Outcome, subject: BudgetSubject) -> None:
-        """Count a stage or a refusal of a budget, and log the refusals of a caller by one rule once a minute."""
+        """Count a budget's stage or refusal; refusals are logged once a minute per caller and rule."""
         labels = outcome.policy, outcome.mode, subject.rule, outcome.reason.value, outcome.action.value
         self._metrics.budgets.labels(*labels).inc()
         found = [each for each in exchange.budgets if each.plan.id == outcome.policy and each.compiled.mode == outcome.mode]
@@ -459,7 +461,7 @@ class Reporter:
         )
 
     def _warn(self, message: str, whose: str, **shown: object) -> None:
-        """Log a line, with the number of suppressed ones before it, unless this tenant or all together have had too many."""
+        """Log a warning, rate-limited per tenant and overall, with the number of suppressed ones before it."""
         limit = self._tenants.use(whose)
         if limit is None:
             limit = RateLimit(_DETECTIONS_PER_TENANT)
@@ -472,7 +474,7 @@ class Reporter:
 
 
 def _suggest(row: BudgetRow, subject: BudgetSubject) -> str | None:
-    """The command that lets a caller go on; None if orders cannot name the caller of a circuit breaker by its hash."""
+    """The command that unblocks the caller; None for a breaker whose caller cannot be targeted by hash."""
     if row.is_open:
         return write_breaker_release(row.tenant, row.policy) if row.orderable else None
     return write_budget_grant(row.tenant, row.policy, row.rule, subject.limit, subject.left, subject.asked)

@@ -1,6 +1,6 @@
-"""Recent sessions, for people: what each has used up, what refuses it, and its newest calls, which is the report of a run.
+"""Recent sessions for operators: the usage, last refusal and newest calls of each.
 
-What a session has used up comes from its ledger, which all replicas share; this table only shows it, and its newest calls.
+Usage comes from the session's ledger in the store, which all replicas share. This table only displays it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 from extproc.store.rules.tree import TreeStanding
 
 OPERATOR: Final = "operator"
-"""What has killed a session that its breaker has not."""
+"""The killer of a session that an operator killed."""
 
 _KILLED_LIMIT: Final = LIMITS.index("killed")
 _DIGITS: Final = 9
@@ -50,14 +50,14 @@ _DIGITS: Final = 9
 _UNKNOWN: Final = Standing()
 
 _DEEPEST: Final = 32
-"""Sessions to look at, each started by the next one."""
+"""Maximum length of a chain of sessions, each started by the next, that is followed."""
 
 _CALL_NAME: Final = 4
-"""Bytes of a call's name that distinguish it from others of its session."""
+"""Length of the prefix of a call's name that is published, in bytes; enough to be unique in its session."""
 
 
 class RunName(NamedTuple):
-    """What identifies a session: the caller's hash, a policy and its mode, and the hash of its name."""
+    """The key of a session: the caller's hash, the policy and its mode, and the hash of the session's name."""
 
     tenant: str
     policy: str
@@ -66,21 +66,21 @@ class RunName(NamedTuple):
 
 
 class Run:
-    """One session, under one policy.
+    """One session under one policy.
 
     Attributes:
-        known: what stands beside the caller's hash.
-        last: when its last request came, in seconds since 1970.
-        standing: the newest that is known.
-        told: when that was.
-        ordered: an operator has killed it.
-        calls: its newest, oldest first.
-        unnamed: requests for which nothing names a session, if it stands for these.
-        agents: the newest that were seen, by their names.
-        tree: the newest that is known of all agents; None if these have no limits.
-        started_by: the session of which it seems to be an agent, although nothing names it; empty for none.
-        limits: its limits, without grants.
-        granted: the sums of its grants.
+        known: alias, labels and the like, shown with the caller's hash.
+        last: time of the last request, in seconds since 1970.
+        standing: the newest known standing.
+        told: when `standing` was received.
+        ordered: whether an operator killed the session.
+        calls: the newest calls, oldest first.
+        unnamed: number of requests without a session, if the row collects these.
+        agents: the most recent agents, by name.
+        tree: the newest known state of all agents; None if agents are not limited.
+        started_by: the session that seems to have started this one as an agent; empty for none.
+        limits: the limits, without grants.
+        granted: the sums of all grants.
         events: the newest refusals and grants, oldest first.
     """
 
@@ -108,20 +108,20 @@ class Run:
 
     @property
     def began(self) -> float:
-        """When the session began, in seconds since 1970."""
+        """Start of the session, in seconds since 1970."""
         return self.told - self.standing.age_ms / 1000
 
     def update(self, standing: Standing, now: float) -> None:
-        """Take over what it has used up, if the standing says so."""
+        """Adopt a standing, unless it is empty."""
         if standing.steps or standing.blocks or standing.cost or standing.tool_calls:
-            if standing.age_ms < self.standing.age_ms:  # another session of the same name
+            if standing.age_ms < self.standing.age_ms:  # a new session with the same name
                 self.agents.clear()
             self.tree = standing.tree or self.tree
             self.standing = standing
             self.told = now
 
     def note_agent(self, name: str, parent: str, standing: Standing, now: float) -> None:
-        """One request of an agent; the one that was quiet for longest makes room, those that are refused before others."""
+        """Note a request of an agent. A full table evicts the oldest refused agent, else the least recently seen one."""
         row = self.agents.pop(name, None)
         if row is None:
             if len(self.agents) >= MAX_AGENTS_SHOWN:
@@ -134,7 +134,7 @@ class Run:
             row.depth = standing.tree.depth or row.depth
 
     def refuse(self, standing: Standing, now: float, agent: str) -> None:
-        """Note a request of an agent that a limit refuses, or that waits for others to be answered: then no limit is met."""
+        """Note a request that a limit refuses, or that waits for pending requests; waiting is not shown as a refusal."""
         limit, tool = LIMITS[standing.limit], _find_tool(standing)
         if not standing.waits:
             self.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool, agent)
@@ -145,7 +145,7 @@ class Run:
             self._add_event(RunEvent(now, limit, standing.used, standing.allowed, tool))
 
     def grant(self, grants: Sequence[ActiveOverride], now: float) -> None:
-        """The grants that a request has, of which new ones are noted."""
+        """Set the grants that apply to a request; new ones are noted as events."""
         if grants == self._grants:
             return
         known = {override.name for override in self._grants}
@@ -165,8 +165,8 @@ class Run:
             del self.events[0]
 
     def add_call(self, name: bytes, model: str, tools: Sequence[str], now: float) -> CallRow:
-        """A call that becomes known; the oldest makes room."""
-        if model != self._model or tools != self._given or not self.calls:  # mostly those of the call before, and kept once
+        """Add a call, evicting the oldest if full."""
+        if model != self._model or tools != self._given or not self.calls:  # calls share these if unchanged, to save memory
             self._model, self._given = cut_text(model, NAME_SHOWN), tools
             self._tools = [cut_text(tool, NAME_SHOWN) for tool in tools]
         call = CallRow(name, now, self._model, self._tools)
@@ -176,7 +176,7 @@ class Run:
         return call
 
     def find_call(self, name: bytes) -> CallRow | None:
-        """A known call; None if it is unknown."""
+        """The call with this name, or None."""
         for call in reversed(self.calls):
             if call.name == name:
                 return call
@@ -184,7 +184,7 @@ class Run:
 
 
 class SessionTable(Table[Run, SessionDocument]):
-    """The sessions of one process."""
+    """The sessions seen by this process."""
 
     def note(  # noqa: PLR0913  # what is known of a request
         self,
@@ -200,10 +200,20 @@ class SessionTable(Table[Run, SessionDocument]):
         parent: str = "",
         action: str = "",
     ) -> Run:
-        """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name.
+        """Note a request of a session.
 
-        `tools` are those that ran before it, and `errors` is the number of their results that are errors. `agent` and `parent`
-        are hashes of the names of its agent and of that agent's parent. `action` is that of its `CallRow`.
+        Args:
+            name: the fields of a `RunName`.
+            caller: names and values of the caller's descriptors.
+            standing: the store's answer to the step.
+            model: the requested model.
+            tools: tools that ran before the request.
+            call: the step's name.
+            now: in seconds since 1970.
+            errors: number of tool results that are errors.
+            agent: hash of the agent's name.
+            parent: hash of the name of the agent's parent.
+            action: see `CallRow`.
         """
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
@@ -223,7 +233,7 @@ class SessionTable(Table[Run, SessionDocument]):
         return run
 
     def link(self, name: tuple[str, str, str, str], others: Sequence[str]) -> None:
-        """Note which other sessions this one seems to have started. None of them has started this one."""
+        """Note sessions that this one seems to have started. Its own ancestors are skipped."""
         before: list[str] = []
         run = self.peek(name)
         while run is not None and len(before) < _DEEPEST:
@@ -235,7 +245,7 @@ class SessionTable(Table[Run, SessionDocument]):
                 child.started_by = name[3]
 
     def note_unnamed(self, name: RunName, caller: list[tuple[str, str]], now: float) -> None:
-        """Note a request of a caller without a session, limited or not; see `note`."""
+        """Note a request without a session; see `note`."""
         run = self._get_or_begin(name, _UNKNOWN, now)
         run.caller = run.caller or cut_caller(caller)
         run.last = now
@@ -254,10 +264,18 @@ class SessionTable(Table[Run, SessionDocument]):
         refused: bool = False,
         model_ms: int = 0,
     ) -> None:
-        """What became of a request, which another replica may have let through; the names are those of `note`.
+        """Note a request's settlement. Another replica may have let the request through.
 
-        `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
-        where they are unknown; `refused` says that another guard of ours has refused it; `model_ms` is the upstream's time.
+        Args:
+            name: the fields of a `RunName`.
+            standing: the store's answer to the settlement.
+            model: the requested model.
+            call: the step's name.
+            status: HTTP status of the response; 0 if there was none.
+            usage: the response's tokens; None if unknown.
+            now: in seconds since 1970.
+            refused: whether another guard refused the request.
+            model_ms: the upstream's time, in milliseconds.
         """
         run = self._get_or_begin(name, standing, now)
         found = run.find_call(call) or run.add_call(call, model, (), now)
@@ -265,7 +283,7 @@ class SessionTable(Table[Run, SessionDocument]):
         found.status, found.tokens, found.settled, found.refused = status, usage, True, refused
 
     def make_document(self, *, shows_callers: bool) -> SessionDocument:
-        """The table as it is now, the newest first; without callers' values unless they may be shown."""
+        """A snapshot of the table, newest first. Callers' values are left out unless they may be shown."""
         runs = sorted(self.copy(), key=lambda run: -run.last)
         rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
         return SessionDocument(rows)
@@ -305,7 +323,7 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
 
 
 def _find_tool(standing: Standing) -> str:
-    """The name of the tool that a limit is about; its digest if the name is unknown."""
+    """The name of the limit's tool, or its digest if the name is unknown."""
     for digest, name, _ in standing.tools:
         if digest == standing.tool:
             return name
@@ -313,7 +331,7 @@ def _find_tool(standing: Standing) -> str:
 
 
 def list_granted(override: ActiveOverride) -> Amounts:
-    """What a grant adds to which limit."""
+    """The amounts that a grant adds, by limit."""
     grant = override.grant
     sums = (
         (MAX_STEPS, grant.steps),
@@ -329,12 +347,12 @@ def list_granted(override: ActiveOverride) -> Amounts:
 
 
 def name_killer(killed: int, *, ordered: bool) -> str:
-    """What has killed a session: an operator, if that was ordered, else an entry of `KILLED`; empty for nothing."""
+    """What killed a session: `OPERATOR` if ordered, else an entry of `KILLED`; empty if it is not killed."""
     return OPERATOR if ordered else KILLED[killed]
 
 
 def convert_amount(limit: str, amount: int) -> int | float:
-    """What was used of a limit, or allowed by it, in the limit's own unit."""
+    """Convert an amount to the limit's unit."""
     return convert_dollars(amount) if limit == MAX_COST else amount
 
 
