@@ -1,4 +1,4 @@
-"""What shadow policies may cost: time, waiting and errors. `test_shadow_guards` proves that they change no answer."""
+"""What shadow policies may cost: time, waiting and errors. `test_same_answers.py` proves that they change no answer."""
 
 from __future__ import annotations
 
