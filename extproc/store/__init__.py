@@ -17,35 +17,35 @@ from extproc.store.rules.session import Question
 
 
 class SharedDocuments(Protocol):
-    """Documents by name, of a kind in `documents.KINDS`, about a subject. Subjects are Loopguard's own words.
+    """Named documents, by kind (see `documents.KINDS`) and subject. Subjects never come from clients.
 
-    No request waits for them. Every method raises StoreError if the store is unavailable, which does not affect requests.
+    Requests never wait for documents. Every method raises StoreError if the store is unavailable.
     """
 
     async def put(  # noqa: PLR0913  # a document and its place
         self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
-        """Keep a document for this long, in place of one with the same name; raises StoreError if there is no room for it."""
+        """Store a document for `seconds`, replacing any of the same name; raises StoreError if there is no room."""
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
-        """Remove a document; returns whether there was one."""
+        """Remove a document; returns whether it existed."""
 
     async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
-        """Read the documents that have not ended; None if nothing changed since the `known` version (empty for none)."""
+        """Read all unexpired documents; None if nothing has changed since version `known`, which may be empty."""
 
 
 class Store(Protocol):
-    """Shared state of several kinds. Each key of a call is read, judged and written in one atomic step.
+    """Counters, rings, chains, sessions and budgets. Each key is read and updated in one atomic step.
 
-    Every store answers exactly as the rules in `extproc.store.rules` do: the memory store at once, a remote store with an
+    Every store follows the rules in `extproc.store.rules` exactly. The memory store answers at once; a remote store returns an
     awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests only; None uses the store's own clock.
     """
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count every hit once, and decide whether to act on it. Answers are in the order of the hits.
+        """Count every hit once. Answers are in the order of the hits.
 
-        Questions about sessions and budgets go in the same call: a hit is answered with a `Count`, a step or settlement with a
-        `Standing`, a take with a `Taken`. Takes come last. Those whose keys are in one hash slot are all granted, or none is.
+        One call may mix questions: a hit is answered with a `Count`, a step or settlement with a `Standing`, a take with a
+        `Taken`. Takes come last; those in one hash slot are all granted, or all refused.
 
         Raises:
             StoreError: at once or from the awaitable; no other error is raised.
@@ -56,8 +56,8 @@ class Store(Protocol):
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once. Answers are in the order of the pushes.
 
-        A push is answered with the ring's entries, oldest first and including the new one, a link with a `Trail`, a search
-        for a root with a list of it alone.
+        A `Push` is answered with the ring's entries, oldest first, including the new one; a `ChainLink` with a `Trail`; a
+        `RootSearch` with a list of one root.
 
         Raises:
             StoreError: at once or from the awaitable; no other error is raised.
@@ -68,13 +68,13 @@ class Store(Protocol):
         """Documents that replicas and operators share."""
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
-        """Agree with the other replicas on random bytes: those in the store, else `secret`, which it then keeps.
+        """Return the secret that all replicas share: the stored one, or else `secret`, which is then stored.
 
-        No request waits for this. Raises StoreError if the store is unavailable, or has a value of another type there.
+        Requests never wait for this. Raises StoreError if the store is unavailable, or has a value of another type there.
         """
 
     def health(self) -> str:
-        """`ok`, or a short description of the trouble, for `/readyz`."""
+        """`ok`, or the reason why the store is unavailable, for `/readyz`."""
 
     async def start(self) -> None:
         """Connect, if there is a server. A failure is not an error; `health` reports it."""
@@ -97,18 +97,18 @@ _SCHEMES = {
 
 
 def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> Store:
-    """Open the store that `url` names, with timeout and password of `settings`; raises UsageError for an invalid URL."""
+    """Open the store at `url` with the timeout and password in `settings`; raises UsageError for an invalid URL."""
     scheme, separator, _ = url.partition("://")
     if scheme not in _SCHEMES or not separator:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        wrong = f"unknown store {redact_url(url)}" if separator else "a store is named by a URL"
-        raise UsageError(f"{wrong}; known are: {known}")
+        wrong = f"unknown store {redact_url(url)}" if separator else "a store is given as a URL"
+        raise UsageError(f"{wrong}; known schemes: {known}")
     module, _, name = _SCHEMES[scheme].partition(":")
     opener: Callable[[str, Metrics, Settings], Store] = getattr(import_module(module), name)
     return opener(url, metrics, settings or Settings())
 
 
 def redact_url(url: str) -> str:
-    """A store URL without user, password and options, for logs; works for any characters in a password."""
+    """A store URL without user, password and options, for logs. The password may contain any characters."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"

@@ -1,7 +1,7 @@
 """Sends batches to Redis or Valkey: the calls of a batch become one write to each server.
 
-There is one command per script and, on a cluster, per hash tag, so that the keys of a command are in one slot. If a server
-rejects a command without running it, it is sent again, as a whole script or to another server.
+A batch has one command per script and, on a cluster, per hash tag, so that all keys of a command are in one slot. A command
+that a server rejects without running it is sent again: as a whole script (NOSCRIPT), or to another server (MOVED, ASK).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from redis.exceptions import AskError, MovedError, NoScriptError, RedisError, Tr
 
 from extproc.errors import StoreError
 from extproc.store.client import AnyLink
-from extproc.store.link import RedisReply, ServerAddress, blame_bug, explain_refusal
+from extproc.store.link import RedisReply, ServerAddress, explain_bug, explain_refusal
 from extproc.store.pending import Pending
 from extproc.store.rules.windows import Hit
 from extproc.store.scripts import MAX_WEIGHT, Script, ScriptCall, count_call, write_word
@@ -57,7 +57,7 @@ class _ScriptBatch:
         return list(first)
 
     def split(self) -> list[_ScriptBatch]:
-        """A group for each call, or one for the first key of a single call, without which its other keys are useless."""
+        """A group for each call. A single call is reduced to its first key, because the others may be on another server."""
         calls = self.calls if len(self.calls) > 1 else [call.narrow() for call in self.calls]
         return [
             _ScriptBatch(self.script, self.tag).add(call, position)
@@ -88,10 +88,10 @@ class _PendingBatch(Pending):
             self._work.cancel()
 
     def fail(self, error: Exception) -> None:
-        self.settle(None, error if isinstance(error, StoreError) else blame_bug(error))
+        self.settle(None, error if isinstance(error, StoreError) else explain_bug(error))
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Continue in a task, because the rest has to wait."""
+        """Do the rest of the work, which has to wait, in a task."""
         self._work = asyncio.get_running_loop().create_task(self._follow(work))
 
     async def _follow(self, work: Coroutine[Any, Any, None]) -> None:
@@ -124,9 +124,9 @@ class RedisBackend:
         return batch
 
     async def probe(self) -> None:
-        """Count once for every hash tag of the shard, because a server that answers but cannot write is not healthy.
+        """Count once for every hash tag of the shard, because a server that cannot write is not healthy.
 
-        This also finds out which keys the shard has.
+        This also looks up which keys the shard has.
         """
         keys = [f"probe:{number:02x}" for number in await self._topology.learn()]
         hits = [Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys]
@@ -144,7 +144,7 @@ class RedisBackend:
         tags = self._topology.tags
         for position, call in enumerate(calls):
             script, tag = call.script, tags[find_part(call.subject.key, len(tags))] if tags else ""
-            if group is None or group.script is not script or group.tag != tag:  # else as before, as usual
+            if group is None or group.script is not script or group.tag != tag:  # else the same group, as usual
                 group = groups.get((script.sha, tag))
                 if group is None:
                     group = groups[script.sha, tag] = _ScriptBatch(script, tag)
@@ -155,7 +155,7 @@ class RedisBackend:
         return [*full, *groups.values()]
 
     async def _connect(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> None:
-        """Send when every connection is open; raises StoreError if one cannot be opened or does not stay open."""
+        """Open missing connections, then send; raises StoreError if one cannot be opened or is lost."""
         for group in groups:
             await self._topology.find(group.tag)
         if not self._send(batch, groups):
@@ -197,11 +197,11 @@ class RedisBackend:
 
     async def _finish(self, batch: _PendingBatch) -> None:
         for group, error in batch.refused:
-            await self._ask_again(group, error, batch.answers)
+            await self._resend(group, error, batch.answers)
         batch.settle(batch.answers)
 
-    async def _ask_again(self, group: _ScriptBatch, error: RedisError, answers: list[Any]) -> None:
-        """Ask again for what a server rejected without running anything; raises StoreError if there is no other way."""
+    async def _resend(self, group: _ScriptBatch, error: RedisError, answers: list[Any]) -> None:
+        """Send a command again that a server rejected without running it; raises StoreError if that is impossible."""
         if isinstance(error, NoScriptError):  # a new primary, or SCRIPT FLUSH
             link = await self._topology.find(group.tag)
             [reply] = await link.send(self._pack(group, whole=True), 1)
@@ -222,7 +222,7 @@ class RedisBackend:
             replies = await link.send(b"".join([self._pack(single) for single in singles]), len(singles))
             for single, reply in zip(singles, replies, strict=True):
                 if isinstance(reply, RedisError):
-                    await self._ask_again(single, reply, answers)
+                    await self._resend(single, reply, answers)
                 else:
                     _read(single, reply, answers)
         else:
@@ -243,7 +243,7 @@ class RedisBackend:
 
 
 def write_keys(start: str, keys: Sequence[str]) -> bytes:
-    """Keys as words of a command, each with a prefix, in one text. hiredis would pack them word by word."""
+    """Encode prefixed keys as words of a command, as one string: faster than word by word, as hiredis does it."""
     width = len(start)
     size, head, words = -1, "", []
     for key in keys:
@@ -252,7 +252,7 @@ def write_keys(start: str, keys: Sequence[str]) -> bytes:
             head = f"${width + size}\r\n{start}"
         words.append(f"{head}{key}\r\n")
     text = "".join(words)
-    # Lengths are in bytes; only for ASCII are these as many as the characters.
+    # Lengths are in bytes, which equal characters only in ASCII.
     return text.encode() if text.isascii() else b"".join([write_word(start + key) for key in keys])
 
 

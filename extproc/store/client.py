@@ -1,8 +1,8 @@
-"""Connections to servers are redis-py's: addresses, TLS, users, credential providers, Sentinel, versions of the protocol.
+"""Connects to servers with redis-py: addresses, TLS, users, credential providers, Sentinel, protocol versions.
 
-redis-py never tries anything again here, because a command that was sent may have counted: a failure is a StoreError, and the
-breaker of its shard decides when the server is asked again. Nothing here blocks the event loop: names are resolved in threads,
-and the context of TLS, which takes 40 ms, is made once at the start.
+redis-py never retries here, because a command that was sent may have counted. A failure is a StoreError, and the breaker of the
+shard decides when to try again. Nothing here blocks the event loop: names are resolved in threads, and the TLS context, which
+takes 40 ms, is made once at the start.
 """
 # interpreted: waits for a network
 
@@ -28,11 +28,11 @@ from extproc.store.link import Command, Link, RedisReply, ReplyBounds, ServerAdd
 from extproc.store.pending import Pending
 
 LOOK_SECONDS = 0.25
-"""How long a Sentinel, or a node that is asked for slots, has to connect and to answer before the next one is asked."""
+"""Timeout for a Sentinel, or for a node that is asked for slots, before the next one is tried."""
 
 
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # it is hiredis's
-    """redis-py's parser with bounds: hiredis allocates memory for whatever a reply announces."""
+    """redis-py's parser, with `ReplyBounds`."""
 
     def __init__(self, socket_read_size: int) -> None:
         super().__init__(socket_read_size)
@@ -44,7 +44,7 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # it is h
         return await super().read_response(*arguments, **options)
 
     async def read_from_socket(self) -> bool:
-        """See redis-py; raises ValueError for more than a reply may have."""
+        """See redis-py; raises ValueError if the reply is too large."""
         data = await self._stream.read(self._read_size)
         if not data:
             raise exceptions.ConnectionError("connection closed by the server")
@@ -55,17 +55,17 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # it is h
 
 class _UnixConnection(UnixDomainSocketConnection):
     async def on_connect(self) -> None:
-        """See redis-py, which calls this before it logs in, and would do so twice."""
+        """Do nothing: redis-py would log in here, and again after connecting."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How servers are reached.
+    """How to connect to servers.
 
     Attributes:
-        kind: redis-py's class of a connection.
-        managed: the one for a primary that Sentinels name.
-        arguments: of either.
+        kind: redis-py's class of connections.
+        managed: the class for a primary that Sentinels name.
+        arguments: the arguments of both classes.
         open: opens a connection for requests.
     """
 
@@ -75,25 +75,25 @@ class Access:
     open: Callable[[ConnectionPool], Awaitable[AnyLink]]
 
     def make_pool(self, address: ServerAddress) -> ConnectionPool:
-        """Connections to a server."""
+        """A pool for one server."""
         place = {"path": address.path} if address.path else {"host": address.host, "port": address.port}
         return ConnectionPool(self.kind, **self.arguments, **place)
 
     def find_primary(self, sentinels: Sequence[ServerAddress], service: str) -> ConnectionPool:
-        """Connections to the primary of a service that Sentinels watch over."""
+        """A pool for the primary of a Sentinel service."""
         found = _Sentinels(self, sentinels)
         return SentinelConnectionPool(service, found, connection_class=self.managed, **self.arguments)  # type: ignore[no-untyped-call]
 
     def without(self, *left_out: str) -> Access:
-        """The same without some arguments."""
+        """A copy without these arguments."""
         return replace(self, arguments={name: value for name, value in self.arguments.items() if name not in left_out})
 
 
 def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) -> Access:
-    """Access with the arguments that redis-py has read from a URL of the scheme; with `library`, redis-py's for requests, too.
+    """Access from the arguments that redis-py read from a URL. With `library`, requests use redis-py's connections, too.
 
     Raises:
-        RedisError, OSError, TypeError, ValueError: a value cannot be used; ssl.SSLError is an OSError.
+        RedisError, OSError, TypeError, ValueError: a value is invalid. ssl.SSLError is an OSError.
     """
     tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
     arguments = {
@@ -103,7 +103,7 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
         "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         "parser_class": BoundedParser,
         "retry": Retry(NoBackoff(), 0),
-        "socket_read_size": 262_144,  # hiredis looks at a line without an end again at each read
+        "socket_read_size": 262_144,  # hiredis rescans an unfinished line at each read
         "socket_timeout": None,  # callers have deadlines; in Python 3.11, redis-py's may swallow a cancellation
     }
     kind: type[AbstractConnection] = Connection
@@ -118,7 +118,7 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
 
 
 def _make_context(options: dict[str, Any]) -> RedisSSLContext:
-    """The context of TLS as redis-py makes it, but the CAs that are named are trusted instead of the system's."""
+    """redis-py's TLS context, but with the given CAs instead of the system's, not in addition to them."""
     made = SSLConnection(**options).ssl_context
     context = ssl.create_default_context(cafile=made.ca_certs, capath=made.ca_path, cadata=made.ca_data)
     context.check_hostname, context.verify_mode = made.check_hostname, made.cert_reqs
@@ -146,15 +146,15 @@ def _share_context(kind: type[Any], context: RedisSSLContext) -> type[Any]:
 
 
 class _Sentinels:
-    """Sentinels, whom redis-py's pool asks at every connect; another one first each time, as one may be cut off."""
+    """Sentinels for redis-py's pool, which asks at every connect. Each query begins with another, as one may be partitioned."""
 
     def __init__(self, access: Access, places: Sequence[ServerAddress]) -> None:
-        # Some want the login of the servers, and others refuse any.
+        # Some Sentinels need the credentials of the servers, and others reject any.
         self._ways = access.without("db", "username", "password", "credential_provider"), access.without("db")
         self._places = list(places)
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
-        """See redis-py's `Sentinel`, which does not say why one of them cannot be asked; raises StoreError."""
+        """See redis-py's `Sentinel`, which hides why a Sentinel failed; raises StoreError."""
         errors: dict[ServerAddress, StoreError] = {}
         for access in self._ways:
             for place in list(self._places):
@@ -187,19 +187,19 @@ async def open_link(pool: ConnectionPool) -> Link:
     try:
         await connection.connect()
         if await connection.can_read():
-            raise exceptions.InvalidResponse  # noqa: TRY301  # a server speaks when it is asked
+            raise exceptions.InvalidResponse  # noqa: TRY301  # a server never speaks first
     except BaseException as error:
         await connection.disconnect(nowait=True)
         if not isinstance(error, Exception):
             raise
         raise _explain_login(error, pool) from None
-    # From here on, the socket is the link's. Its writer would close it if it were collected.
+    # The link now owns the socket, and the writer, which would close the socket when garbage-collected.
     writer, connection._writer, connection._reader = connection._writer, None, None  # noqa: SLF001  # there is no other way
     return Link(name_server(pool), writer)
 
 
 class LibraryLink:
-    """What `Link` does, over redis-py's own connections, for people who prefer the library: `?client=redis-py`."""
+    """A `Link` over redis-py's own connections, for `?client=redis-py`."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -207,7 +207,7 @@ class LibraryLink:
         self._work: asyncio.Task[None] | None = None
 
     def is_usable(self) -> bool:
-        """Whether no reply is pending; a connection that was lost is opened again."""
+        """Whether no reply is pending; redis-py reconnects by itself."""
         return self._answer is None
 
     def send(self, packed: bytes, commands: int) -> Pending:
@@ -228,13 +228,13 @@ class LibraryLink:
             answer.settle(replies, error)  # last, because the caller may ask again at once
 
     def drop(self) -> None:
-        """Give up what is under way, whose connection redis-py then closes; this link is not used again."""
+        """Cancel the exchange under way, and with it redis-py's connection. The link cannot be used again."""
         if self._work is not None:
             self._work.cancel()
 
 
 async def open_library_link(pool: ConnectionPool) -> LibraryLink:
-    """See `open_link`; redis-py's pool keeps what it opens."""
+    """See `open_link`; the connection stays in redis-py's pool."""
     await exchange(pool, b"", 0)
     return LibraryLink(pool)
 
@@ -243,7 +243,7 @@ AnyLink: TypeAlias = Link | LibraryLink
 
 
 async def exchange(pool: ConnectionPool, commands: Sequence[Command] | bytes, number: int | None = None) -> list[RedisReply]:
-    """Send commands, or a `number` of packed ones, over a connection of redis-py's, in one write; raises StoreError.
+    """Send commands, or `number` packed ones, in one write over redis-py's connection; raises StoreError.
 
     Returns:
         their replies, including error replies.
@@ -264,7 +264,7 @@ async def exchange(pool: ConnectionPool, commands: Sequence[Command] | bytes, nu
 
 
 async def close_pool(pool: ConnectionPool) -> None:
-    """Close connections, whatever their peers do: redis-py would wait for them."""
+    """Close connections, without waiting for their peers, as redis-py would."""
     with contextlib.suppress(TimeoutError, exceptions.RedisError):
         async with asyncio.timeout(LOOK_SECONDS):
             await pool.aclose()

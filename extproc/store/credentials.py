@@ -1,4 +1,4 @@
-"""Credentials that redis-py asks for at every connect: a password in a file, or those of a user's own provider."""
+"""Credentials, which redis-py reads at every connect: a password file, or a user-defined provider."""
 # interpreted: waits for a network
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FORM = "it takes MODULE:NAME, a redis.CredentialProvider, or a function without
 
 
 class FileCredentials(CredentialProvider):
-    """A user, perhaps empty, and the password in a file, which can be changed."""
+    """An optional user, and a password file, which can change at any time."""
 
     def __init__(self, user: str, file: str) -> None:
         """Raise UsageError if the file cannot be read, or is empty."""
@@ -37,7 +37,7 @@ class FileCredentials(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """See redis-py, which would warn that this reads a file."""
+        """See redis-py, whose version would warn about blocking."""
         return self.get_credentials()
 
     def _read(self) -> str:
@@ -49,13 +49,13 @@ def _describe(error: OSError | UnicodeDecodeError) -> str:
 
 
 class ProvidedCredentials(CredentialProvider):
-    """Credentials of a provider, redis-py's or a user's own, which may fail, block or return anything.
+    """Credentials of a redis-py or user-defined provider, which may fail, block or return anything.
 
-    Its errors may contain a secret, so only their names are repeated.
+    Its errors may contain a secret, so only their types are reported.
     """
 
     def __init__(self, name: str) -> None:
-        """Make the provider; raises UsageError unless `name` is the MODULE:NAME of one."""
+        """Import the provider; raises UsageError unless `name` is the MODULE:NAME of one."""
         self._name = name
         self._provider = _make_provider(name)
         self._asked: asyncio.Task[object] | None = None
@@ -71,7 +71,7 @@ class ProvidedCredentials(CredentialProvider):
         raise self._make_error("must return (PASSWORD,) or (USER, PASSWORD)")
 
     async def _ask(self) -> object:
-        """Ask asynchronously or, if the provider cannot, in a thread, but never in two threads at once."""
+        """Ask in a thread if the provider is synchronous, but never in two threads at once."""
         if type(self._provider).get_credentials_async is not CredentialProvider.get_credentials_async:
             return await self._provider.get_credentials_async()
         if self._asked is None or self._asked.done():

@@ -32,7 +32,7 @@ class KeySharing:
         self._is_away = False
 
     async def run(self) -> None:
-        """Keep the key in step with the store until cancelled."""
+        """Synchronize the key with the store until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS if self.is_shared and not self._is_away else _RETRY_SECONDS)
             await self.refresh()
@@ -43,9 +43,9 @@ class KeySharing:
             secret = await self._store.share_secret(_NAME, self._key.secret)
         except Exception as error:  # noqa: BLE001  # no error may affect requests
             if not self._is_away:
-                state = "the last one known" if self.is_shared else "its own: others do not recognise its notes and callers"
+                state = "the last known one" if self.is_shared else "its own: others do not recognise its notes and callers"
                 told = make_extra(error=str(error) or type(error).__name__)
-                _LOG.warning(f"the store has no hash key to give, so this process uses {state}", extra=told)
+                _LOG.warning(f"cannot read the hash key from the store, so this process uses {state}", extra=told)
             self._is_away = True
             return
         if secret != self._key.secret and (self.is_shared or self._is_away):  # else it is the start

@@ -1,4 +1,4 @@
-"""Refuses loops in this process, without asking the server, while clients repeat them quickly and the next verdict is certain.
+"""Refuses loops without asking the server, while clients repeat them quickly and the next verdict is certain.
 
 A refused loop stays refused until its window or cooldown ends, whatever other clients do. While this is certain, such a client
 costs the server almost nothing: its requests are added up and sent together ten times a second, so the window is still extended
@@ -97,7 +97,7 @@ class KnownRefusals:
         known.asked += 1
 
     def answer(self, hit: Hit) -> Count | None:
-        """The verdict, if it is certain. The hit is then counted here, and reported to the server soon."""
+        """The verdict, if it is certain; the hit is then counted here, and soon reported to the server."""
         known = self._known.get(hit.key)
         if known is None or known.asked < HAMMERED or known.hit != hit:  # a different hit: the policy has changed
             return None

@@ -1,14 +1,13 @@
-"""The wire of the hot path: commands of many requests go out in one write, and their replies are read by hiredis.
+"""The connection on the hot path: commands of many requests go out in one write, and hiredis parses their replies.
 
-This is all that Loopguard does itself where redis-py could, because every request pays for it. Over redis-py's connection
-(`LibraryLink`, `?client=redis-py`), the same batches took three times the CPU for one request at a time, and a quarter more for
-64 at once.
+This replaces redis-py's connection because every request pays for it. Over redis-py's (`LibraryLink`, `?client=redis-py`), the
+same batches took three times the CPU for one request at a time, and a quarter more for 64 at once.
 
-redis-py connects and logs in (`client`), and then hands over the socket. `backend` makes the batches, and `shard` has their
-deadline and a breaker for each server.
+redis-py connects and logs in (`client`), and then hands over the socket. `backend` builds the batches; `shard` has the
+deadlines and the circuit breaker.
 
-The peer may be anything: a server of another protocol, or a broken one. Its replies are checked, and the memory that they can
-make this process allocate is bounded. Nothing is ever sent twice, because a command that was sent may have counted.
+The peer may be a broken server, or speak another protocol. Replies are checked, and the memory that they can make this process
+allocate is bounded. Nothing is ever sent twice, because a command that was sent may have counted.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from extproc.store.pending import Pending
 
 Command: TypeAlias = tuple[str | int | bytes, ...]
 RedisReply: TypeAlias = "int | bytes | list[Any] | exceptions.RedisError | None"
-"""An error reply is redis-py's exception for it."""
+"""Error replies are redis-py's exceptions."""
 
 _NOT_ENOUGH_DATA: Final = object()
 
 _MAX_BYTES = 8 * 1024 * 1024
 _MAX_ELEMENTS = 500_000
-"""Longest reply. A cluster in which every slot is a separate range comes near; 256 script answers are far below."""
+"""Maximum size of a reply. The largest valid one describes a cluster in which every slot is a separate range."""
 
 _LIST = re.compile(rb"\n[*%~>|]([0-9]{1,20})\r(?=\n)")
-"""A place where a reply announces elements, in any version of the protocol."""
+"""The header of an array, map, set or push, with its number of elements."""
 
 _LONGEST_TEXT = 200
 _KINDS: Final = (
@@ -57,10 +56,10 @@ _KINDS: Final = (
 """Kinds of error replies for metrics."""
 
 _NESTED = re.compile(r"(?<=-)(OOM|READONLY|MASTERDOWN|NOPERM) .*", re.DOTALL)
-"""An error that Redis 6 quotes behind its own word, in a script."""
+"""The original error in the one that Redis 6 reports for a command in a script."""
 
 _PROBE_SECONDS: Final = 5
-"""Seconds between probes of an idle connection, so that a lost server is noticed although nothing is asked."""
+"""Seconds between TCP keepalive probes, which notice a lost server on an idle connection."""
 
 
 @dataclass(frozen=True)
@@ -72,31 +71,31 @@ class ServerAddress:
     path: str = ""
 
     def __str__(self) -> str:
-        """The address as people write it."""
+        """HOST:PORT, or the path."""
         return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
 
 
 class ReplyBounds:
-    """Bounds of one reply: hiredis allocates memory for all elements that a list announces, and buffers texts of any length."""
+    """Bounds the size of one reply. hiredis allocates memory for every announced element, and buffers strings of any length."""
 
     def __init__(self) -> None:
-        self._line = b"\n"  # the current line, as far as it could announce a list
+        self._line = b"\n"  # the start of the current line, which may be the header of a list
         self._bytes = 0
         self._elements = 0
 
     def begin(self) -> None:
-        """Start again with a new reply."""
+        """Begin a new reply."""
         self._bytes = self._elements = 0
 
     def check(self, data: bytes) -> None:
-        """Check data that has arrived; raises ValueError if it is too much."""
+        """Count received data; raises ValueError if the reply is too large."""
         text = self._line + data
         self._line = text[text.rfind(b"\n") :][:_LONGEST_TEXT]
         self._bytes += len(data)
         for announced in _LIST.findall(text):
             self._elements += int(announced)
         if self._bytes > _MAX_BYTES or self._elements > _MAX_ELEMENTS:
-            raise ValueError("a reply without an end")
+            raise ValueError("the reply is too large")
 
 
 class Link(asyncio.Protocol):
@@ -148,7 +147,7 @@ class Link(asyncio.Protocol):
         try:
             self._bounds.check(data)
             self._reader.feed(data)
-            while len(self._replies) < self._asked:  # what comes beyond that answers no command
+            while len(self._replies) < self._asked:  # any further reply answers no command
                 reply = self._reader.gets()
                 if reply is _NOT_ENOUGH_DATA:
                     break
@@ -184,7 +183,7 @@ class Link(asyncio.Protocol):
 
 
 def explain(error: Exception, address: str) -> StoreError:
-    """Describe an error of a connection, which may be of any type, because a server can answer anything."""
+    """Convert an error of a connection. It may be of any type, because a server can answer anything."""
     causes = list(_list_causes(error))
     for cause in causes:
         if isinstance(cause, StoreError):
@@ -202,16 +201,16 @@ def explain(error: Exception, address: str) -> StoreError:
 
 
 def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those behind it: redis-py raises its own for each."""
+    """An error and its causes, which redis-py wraps in its own errors."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def explain_refusal(reply: exceptions.RedisError) -> StoreError:
-    """Describe an error reply."""
+    """Convert an error reply."""
     text = str(reply)[:_LONGEST_TEXT]
-    if "unauthenticated" in text:  # a script exceeds the length that a server accepts before login, which it reports first
+    if "unauthenticated" in text:  # before login, a server limits the length of commands, and reports that instead
         return StoreError("NOAUTH Authentication required.", kind="auth")
     nested = _NESTED.search(text)
     meant = [reply] if nested is None else [reply, DefaultParser.parse_error(nested[0])]  # type: ignore[no-untyped-call]
@@ -221,6 +220,6 @@ def explain_refusal(reply: exceptions.RedisError) -> StoreError:
     return StoreError(text, kind=found[0] if found else "busy" if text.startswith("BUSY ") else "response")
 
 
-def blame_bug(bug: BaseException) -> StoreError:
-    """Describe an internal error."""
+def explain_bug(bug: BaseException) -> StoreError:
+    """Convert an internal error."""
     return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")

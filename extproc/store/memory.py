@@ -45,26 +45,26 @@ _SWEEP: Final = 2 * _SWEEP_EVERY
 """Maximum number of expired entries to remove from a dict at once: more than were inserted, so sweeping overtakes inserting."""
 
 _MEAN_BYTES: Final = 1_024
-"""Bytes for each of `max_entries`, a quarter of them for chains and another for what is kept unpacked: a count takes 300, a log
-or a ring can take thousands."""
+"""Memory for each of `max_entries`. A count takes 300 bytes; a log or a ring can take thousands."""
 
 _OVERHEAD: Final = 176
-"""Bytes of an entry beside those of its key and of its state: two objects, and a place in a dict."""
+"""Bytes of an entry beside its key and its state: two objects, and a slot in a dict."""
 
 _PARTS: Final = 4
-"""Unpacked ledgers and budgets may use one of these parts of the memory, and chains one. Entries use the rest."""
+"""Of this many parts of the memory, unpacked ledgers and budgets use one, chains one, and entries the rest."""
 
-_AT_HAND: Final = 4_096
-_AT_HAND_SHARE: Final = 32
-_AT_HAND_BYTES: Final = 40_960
-"""Number of sessions' ledgers to keep unpacked, and of budgets; their share of a small store's entries; and the bytes of one of
-each, at most."""
+_UNPACKED: Final = 4_096
+_UNPACKED_SHARE: Final = 32
+_UNPACKED_BYTES: Final = 40_960
+"""Maximum number of unpacked ledgers, and of unpacked budgets; their share of a small store's entries; and the maximum size of
+one of each."""
 
 _COMPARE_MS: Final = 100
-"""How often the calendar is read: this costs more than a rule."""
+"""How often the calendar is read: reading it takes longer than a rule."""
 
-_LATELY_MS: Final = 60_000
-"""A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
+_RECENT_MS: Final = 60_000
+"""A ledger that let a request through within this time stays unpacked, because with too many sessions, ledgers would only be
+swapped."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits it. Every entry but a log
 # begins with the time of its last use, and the time until which it is kept regardless of its lifetime.
@@ -105,26 +105,26 @@ class MemoryStore:
 
         Args:
             metrics: metrics of the process.
-            max_entries: most entries.
+            max_entries: maximum number of entries.
             clock: returns the time in milliseconds.
-            max_bytes: most bytes of entries, chains, and what is kept unpacked; 0 for the share of this process's memory.
+            max_bytes: maximum memory for all state; 0 for a share of this process's memory.
         """
         most = min(max_entries * _MEAN_BYTES, max_bytes or read_memory().share("counts"))
         self._clock = clock
         self._calendar = _read_calendar if clock is _read_clock else clock
         self._compared = -_COMPARE_MS
-        self._ahead = 0  # the calendar, compared with the clock
+        self._ahead = 0  # calendar time minus clock time
         self._max_entries = max_entries
         self._max_bytes = most - most // _PARTS  # with chains
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
-        self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE, most // _PARTS // _AT_HAND_BYTES)
-        self._at_hand: LRU[str, Ledger] = LRU(self._most_at_hand)  # ledgers kept unpacked
+        self._most_unpacked = min(_UNPACKED, max_entries // _UNPACKED_SHARE, most // _PARTS // _UNPACKED_BYTES)
+        self._unpacked: LRU[str, Ledger] = LRU(self._most_unpacked)  # ledgers kept unpacked
         self._entries = 0  # including unpacked ledgers
         self._bytes = 0
         self._puts = 0
         self._hand = 0
         self._chains = MemoryChains(most // _PARTS, metrics.store_evictions.inc)
-        self._budgets = MemoryBudgets(self._most_at_hand, self._unpack_budget, self._pack_budget)
+        self._budgets = MemoryBudgets(self._most_unpacked, self._unpack_budget, self._pack_budget)
         self.documents = MemoryDocuments(clock)
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
@@ -191,7 +191,7 @@ class MemoryStore:
         return standing
 
     def _hit_and_take(self, hits: list[Question], moment: int, now: int | None) -> list[Any]:
-        """See `hit`; the last questions are about budgets, whose time is that of the calendar."""
+        """Answer questions that end in takes, which use calendar time."""
         today = self._read_calendar(moment) if now is None else now
         answers: list[Any] = []
         for place, hit in enumerate(hits):
@@ -207,13 +207,13 @@ class MemoryStore:
         return answers
 
     def _read_calendar(self, moment: int) -> int:
-        """The time by the calendar, as of `moment` by the clock."""
+        """The calendar time at the clock's time `moment`."""
         if not 0 <= moment - self._compared < _COMPARE_MS:
             self._ahead, self._compared = self._calendar() - moment, moment
         return moment + self._ahead
 
     def _unpack_budget(self, take: Take) -> BudgetState:
-        """Take out the state of a budget, also if another limit kept it, for a lifetime of its own."""
+        """Take out the state of a budget, even if it was stored under another lifetime, because of another limit."""
         entry = self._take(take.key, take.lifetime_ms)
         if entry is None:
             for lifetime in list(self._shards[hash(take.key) % len(self._shards)]):
@@ -261,7 +261,7 @@ class MemoryStore:
 
     def _step(self, asked: Step, now: int) -> Standing:
         limits, key = asked.limits, asked.key
-        ledger = self._at_hand.use(key)
+        ledger = self._unpacked.use(key)
         if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # usually; it stays unpacked
             return ledger.take_step(asked, now)
         ledger = self._take_ledger(key, limits, now)
@@ -289,7 +289,7 @@ class MemoryStore:
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
         """Take out a session's ledger, to be changed and put back; None if there is none or it has expired."""
-        ledger = self._at_hand.use(key)
+        ledger = self._unpacked.use(key)
         if ledger is None:
             entry = self._take(key, limits.idle_ms)
             if entry is None:
@@ -297,35 +297,35 @@ class MemoryStore:
             ledger = _open_ledger(bytes(entry), now)
         if not ledger.is_over(limits, now):
             return ledger
-        self._drop_at_hand(key)
+        self._drop_unpacked(key)
         return None
 
     def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
-        """Keep a ledger unpacked, if there is room; a large one is packed at once."""
-        at_hand = self._at_hand
-        if at_hand.peek(key) is not None:
+        """Put back a ledger: unpacked, unless it is large or there is no room."""
+        unpacked = self._unpacked
+        if unpacked.peek(key) is not None:
             if ledger.is_large():
-                self._drop_at_hand(key)
+                self._drop_unpacked(key)
                 self._put_away(key, ledger, now)
-        elif ledger.is_large() or (len(at_hand) >= self._most_at_hand and not self._make_room(now)):
+        elif ledger.is_large() or (len(unpacked) >= self._most_unpacked and not self._make_room(now)):
             self._put_away(key, ledger, now)
         else:
-            at_hand.put(key, ledger)
+            unpacked.put(key, ledger)
             self._entries += 1
 
-    def _drop_at_hand(self, key: str) -> None:
-        if self._at_hand.drop(key) is not None:
+    def _drop_unpacked(self, key: str) -> None:
+        if self._unpacked.drop(key) is not None:
             self._entries -= 1
 
     def _make_room(self, now: int) -> bool:
         """Pack the least recently used ledger, unless even that was used recently; returns whether there is room."""
-        if not self._at_hand:
+        if not self._unpacked:
             return False
-        oldest = self._at_hand.find_oldest()
-        ledger = self._at_hand.peek(oldest)
-        if ledger is None or now - ledger.last < _LATELY_MS:
+        oldest = self._unpacked.find_oldest()
+        ledger = self._unpacked.peek(oldest)
+        if ledger is None or now - ledger.last < _RECENT_MS:
             return False
-        self._drop_at_hand(oldest)
+        self._drop_unpacked(oldest)
         self._put_away(oldest, ledger, now)
         return True
 
@@ -363,7 +363,7 @@ class MemoryStore:
         return entry
 
     def _put(self, key: str, lifetime: int, entry: _Entry, now: int) -> None:
-        """Keep an entry as the most recently used, and make room for it."""
+        """Store an entry as the most recently used, and make room for it."""
         shard = self._shards[hash(key) % len(self._shards)]
         entries = shard.get(lifetime)
         if entries is None:
@@ -374,7 +374,9 @@ class MemoryStore:
         self._puts += 1
         if self._entries > self._max_entries or self.size > self._max_bytes:
             self._sweep(now)
-            while (self._entries > self._max_entries or self.size > self._max_bytes) and self._entries - len(self._at_hand) > 1:
+            while (self._entries > self._max_entries or self.size > self._max_bytes) and self._entries - len(
+                self._unpacked
+            ) > 1:
                 self._evict(shard, key)
         elif not self._puts % _SWEEP_EVERY:
             self._sweep(now)

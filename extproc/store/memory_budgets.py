@@ -1,4 +1,4 @@
-"""Budgets in this process: those used recently are kept as they are, others packed among the store's other entries."""
+"""Budgets in this process. Recently used ones stay unpacked; the others are packed entries of the memory store."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import Final
 from extproc.bounded import LRU, Memo
 from extproc.store.rules.budget import BudgetState, Take, Taken, advance, apply, check, find_lifetime, is_marked, settle
 
-_LATELY_MS: Final = 60_000
-"""A budget used within this time stays unpacked: with too many callers, all would only change places."""
-
+_RECENT_MS: Final = 60_000
+"""A budget used within this time stays unpacked, because with too many callers, budgets would only be swapped."""
 
 _MARKERS: Final = 16_384
-"""Number of markers of settlements in each generation. They take 6 MB at most."""
+"""Number of markers of settlements in each generation of the memo. They take 6 MB at most."""
 
 
 class KeptBudget:
-    """A budget; its state was true at the time `today`.
+    """An unpacked budget.
 
     Attributes:
-        state: the state.
-        take: a question about it, with the newest limit. Not the newest one: freeing the one before it takes long, because that
+        state: its state at the time `today`.
+        take: a take with its newest limit. It is replaced only when that changes: freeing the previous take is slow, because it
             has left the processor's cache.
-        moment: when the newest question came.
-        today: the same by the calendar.
-        leaves: there is no room for it unpacked.
+        moment: when it was last used.
+        today: the same, in calendar time.
+        leaves: it must be packed again, because there is no room.
     """
 
     def __init__(self, state: BudgetState, take: Take, moment: int, today: int) -> None:
@@ -37,12 +36,12 @@ class KeptBudget:
 
     @property
     def until(self) -> int:
-        """The moment from which the state does not matter."""
+        """When the state expires."""
         return self.moment + find_lifetime(self.state, self.take, self.today)
 
 
 class MemoryBudgets:
-    """The budgets of a store. Times are in milliseconds: `moment` by its clock, `today` by the calendar, as rules need it."""
+    """The budgets of a store. Times are in milliseconds: `moment` of its clock, `today` of the calendar, for the rules."""
 
     def __init__(self, most: int, unpack: Callable[[Take], BudgetState], pack: Callable[[KeptBudget], None]) -> None:
         """Start empty, with room for `most` unpacked budgets; `unpack` takes one out of the store, `pack` puts it there."""
@@ -50,14 +49,14 @@ class MemoryBudgets:
         self._unpack = unpack
         self._pack = pack
         self._markers: Memo[str, int] = Memo(_MARKERS)
-        self._at_hand: LRU[str, KeptBudget] = LRU(most)
+        self._unpacked: LRU[str, KeptBudget] = LRU(most)
 
     def __len__(self) -> int:
         """The number of unpacked budgets, some of which may have expired."""
-        return len(self._at_hand)
+        return len(self._unpacked)
 
     def ask(self, takes: list[Take], moment: int, today: int) -> list[Taken]:
-        """Take all of a group, or nothing; or settle, if the first is a settlement."""
+        """Take all of a group or nothing; or settle, if the first is a settlement."""
         if takes[0].settles:
             return [self._settle(take, moment, today) for take in takes]
         budgets = [self._open(take, moment, today) for take in takes]
@@ -77,7 +76,7 @@ class MemoryBudgets:
         return answers
 
     def take_one(self, take: Take, moment: int, today: int) -> Taken:
-        """Take from one budget, as usual."""
+        """Take from a single budget, which is the usual case."""
         budget = self._open(take, moment, today)
         state, taken = check(advance(budget.state, take, today), take, today)
         budget.state = apply(state, take, taken) if taken.fits else state
@@ -98,7 +97,7 @@ class MemoryBudgets:
         return Taken(True, False, 0, 0, 0, 0)
 
     def _open(self, take: Take, moment: int, today: int) -> KeptBudget:
-        budget = self._at_hand.use(take.key)
+        budget = self._unpacked.use(take.key)
         if budget is not None:
             known = budget.take
             if known.limit != take.limit or known.rate != take.rate or known.span != take.span:
@@ -106,20 +105,20 @@ class MemoryBudgets:
             budget.moment, budget.today = moment, today
             return budget
         budget = KeptBudget(self._unpack(take), take, moment, today)
-        if len(self._at_hand) < self._most or self._make_room(moment):
-            self._at_hand.put(take.key, budget)
+        if len(self._unpacked) < self._most or self._make_room(moment):
+            self._unpacked.put(take.key, budget)
         else:
             budget.leaves = True
         return budget
 
     def _make_room(self, moment: int) -> bool:
         """Pack the least recently used budget, unless even that was used recently; returns whether there is room."""
-        if not self._at_hand:
+        if not self._unpacked:
             return False
-        oldest = self._at_hand.peek(self._at_hand.find_oldest())
-        if oldest is None or moment - oldest.moment < _LATELY_MS:
+        oldest = self._unpacked.peek(self._unpacked.find_oldest())
+        if oldest is None or moment - oldest.moment < _RECENT_MS:
             return False
-        self._at_hand.drop(oldest.take.key)
+        self._unpacked.drop(oldest.take.key)
         if moment < oldest.until:
             self._pack(oldest)
         return True

@@ -13,14 +13,14 @@ from typing import Final
 from extproc.store.rules.chain import CUT_MS, FIRST_MS, ends_at
 
 _OVERHEAD: Final = 320
-"""Bytes that a value takes with its key, beside those of the value: two objects, and a place in an ordered dict."""
+"""Bytes that a value takes beside its own: its key, two objects, and a slot in an ordered dict."""
 
 _SWEEP: Final = 4
 """Maximum number of expired values of each kind to remove at once: as many as one turn writes."""
 
 
 class MemoryChains:
-    """Values by key, each of one kind.
+    """Values by key, in an ordered dict for each kind.
 
     Attributes:
         size: bytes of all values, with their keys.
@@ -52,7 +52,7 @@ class MemoryChains:
                 kind[key] = change(kind[key])
 
     def put(self, key: str, value: bytes, life: int) -> None:
-        """Keep a value for this many milliseconds, as the most recently written of its kind."""
+        """Store a value for `life` milliseconds, as the most recently written of its kind."""
         for kind in self._kinds:
             if key in kind:
                 self.size -= len(kind.pop(key)) + _OVERHEAD

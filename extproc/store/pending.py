@@ -70,7 +70,7 @@ class Pending:
         try:
             listener.hear()
         except Exception as bug:  # noqa: BLE001  # a listener's bug must not affect others
-            told = {"message": "an answer of the store's was not taken", "exception": bug}
+            told = {"message": "the callback for an answer of the store failed", "exception": bug}
             asyncio.get_running_loop().call_exception_handler(told)
 
     def result(self) -> Any:  # noqa: ANN401  # as above

@@ -1,4 +1,4 @@
-"""What a store is asked before anything is counted."""
+"""Questions to a store that come before any counting."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from extproc.store.rules.ring import Push
 from extproc.store.rules.root import RootSearch
 
 AnyPush: TypeAlias = Push | ChainLink | RootSearch
-"""A push is answered with the ring's entries, a link with a `Trail`, a search with a list of the root alone."""
+"""A `Push` is answered with the ring's entries, a `ChainLink` with a `Trail`, a `RootSearch` with a list of one root."""

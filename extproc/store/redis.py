@@ -1,4 +1,4 @@
-"""Opens a store in Redis or Valkey by its URL: one server, Sentinel or Cluster. The names of options are redis-py's."""
+"""Opens a Redis or Valkey store by its URL: a single server, Sentinel or Cluster. Option names are redis-py's."""
 # interpreted: used only at the start
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from extproc.store.remote import RemoteStore
 from extproc.store.topology import ClusterLayout, Layout
 
 TAGS = 16
-"""Number of hash tags over which a cluster's keys are spread: a batch needs few commands, and still reaches every primary."""
+"""Default number of hash tags for the keys of a cluster: few commands for each batch, but keys on every primary."""
 
 MAX_TAGS = 256
-"""Number of values of the two hex digits at the end of every key."""
+"""Every key ends in two hex digits, which select its tag."""
 
 DEFAULT_PREFIX = "loopguard:"
 
@@ -38,7 +38,7 @@ _REDIS_PY = (
     "socket_keepalive",
     "health_check_interval",
 )
-"""Options of redis-py's that make sense here. Those that try a command again would count twice."""
+"""Supported options of redis-py. Options for retries are not, because a command that is sent twice may count twice."""
 
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _TLS = (
@@ -56,10 +56,9 @@ _TLS = (
 
 
 class _StoreUrl:
-    """The parts of a store URL."""
+    """A parsed store URL; raises UsageError if it is invalid."""
 
     def __init__(self, url: str) -> None:
-        """Take the URL apart; raises UsageError if part of it is invalid."""
         self._url = url
         try:
             parts = urlsplit(url)
@@ -89,19 +88,18 @@ class _StoreUrl:
             raise self.explain("the part after :// must be HOST:PORT") from None
 
     def parse_number(self, text: str, what: str, least: int = 0) -> int:
-        """An integer of the URL."""
         if not (text.isascii() and text.isdecimal()) or int(text) < least:
-            raise self.explain(f"{what} must be a number from {least}")
+            raise self.explain(f"{what} must be an integer of at least {least}")
         return int(text)
 
     def make_access(self, database: str = "") -> Access:
-        """How its servers are reached; `database` is the one of the path."""
+        """How to connect to its servers; `database` comes from the path."""
         given = self.arguments
         if number := self.parse_number(database or self.own.get("db", "0"), "the database"):
             given["db"] = number
         for name in _FILES:
             if name in given and not Path(str(given[name])).is_file():
-                raise self.explain(f"{name}: there is no file {given[name]}")
+                raise self.explain(f"{name}: no such file: {given[name]}")
         if "ssl_keyfile" in given and "ssl_certfile" not in given:
             raise self.explain("ssl_keyfile needs ssl_certfile")
         client = self.own.get("client", "")
@@ -112,19 +110,21 @@ class _StoreUrl:
         try:
             return make_access(self.scheme, given, library=client != "")
         except OSError as error:
-            raise self.explain(f"the files of TLS must be PEM files that belong together ({error.strerror or error})") from None
+            raise self.explain(
+                f"the TLS files must be valid PEM, and the key must match the certificate ({error.strerror or error})"
+            ) from None
         except (RedisError, TypeError, ValueError) as error:
             raise self.explain(str(error)) from None
 
     def choose_credentials(self, settings: Settings) -> None:
-        """Take a credential provider or, if the URL has no password, the one of the settings."""
+        """Add the credential provider or, if the URL has no password, the password from the settings."""
         given, file, name = self.arguments, settings.store_password_file, self.own.get("credential_provider")
         user = str(given.get("username", ""))
         credentials = FileCredentials(user, file) if file else None
         password = given.get("password") or (settings.store_password if credentials is None else "")
         if name is not None:
             if user or password or file:
-                raise self.explain("credential_provider replaces user and password; give one or the other")
+                raise self.explain("give either credential_provider or a user and password, not both")
             given["credential_provider"] = ProvidedCredentials(name)
         elif password:
             given["password"] = password
@@ -142,7 +142,7 @@ class _StoreUrl:
 
 
 def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
-    """Open `redis://`, `rediss://` or `unix://`, with `+sentinel` or `+cluster`, as docs/operations.md says.
+    """Open `redis://`, `rediss://` or `unix://`, with `+sentinel` or `+cluster`; see docs/operations.md.
 
     Raises:
         UsageError: the URL is invalid.
@@ -182,7 +182,7 @@ def _make_cluster(url: _StoreUrl) -> Layout:
     if not url.hosts or url.path not in ("", "0"):
         raise url.explain(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
     if "{" in url.own.get("prefix", ""):
-        raise url.explain("the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's")
+        raise url.explain("the prefix must not contain {, because Loopguard chooses the hash tags of a cluster's keys")
     tags = url.parse_number(url.own.get("tags", str(TAGS)), "tags", 1)
     if tags > MAX_TAGS or tags & (tags - 1):
         raise url.explain(f"tags must be a power of two up to {MAX_TAGS}")

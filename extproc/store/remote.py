@@ -1,4 +1,4 @@
-"""A store across a network: shards, and refusals that are known without asking.
+"""A store on servers: shards, and refusals that need no round trip.
 
 - **Shards.** Each server has a share of the keys, and its own health. While one is unavailable, only its keys cannot be
   counted; a call with keys of several shards gets the answers of the others.
@@ -16,7 +16,7 @@ from typing import Any
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store.backend import RedisBackend, find_part
-from extproc.store.care import judge_persistence, read_settings
+from extproc.store.care import classify_persistence, read_setting
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.link import RedisReply
 from extproc.store.pending import Pending
@@ -51,7 +51,7 @@ class _JoinedAnswers(Pending):
         part.then(partial(self._take, positions, part))
 
     def miss(self, error: StoreError) -> None:
-        """Note that some answers will not come."""
+        """Note that a shard failed."""
         self._lost = self._lost or error
 
     def cancel(self) -> None:
@@ -83,8 +83,8 @@ class RemoteStore:
     def __init__(self, layout: Layout, prefix: str, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
         """Start without connections.
 
-        Every key begins with `prefix`, and a request waits at most `timeout` seconds. With `whole`, nothing of a request is
-        counted while one of its shards is known to be unavailable, because the request will be refused.
+        Every key begins with `prefix`, and a request waits at most `timeout` seconds. With `whole`, a request is not counted at
+        all while one of its shards is known to be unavailable, because it will be refused.
         """
         self._layout = layout
         self._prefix = prefix
@@ -148,7 +148,7 @@ class RemoteStore:
         key = self._side_connections.name_key("secret", name)
         _, found = await self._side_connections.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
         if not isinstance(found, bytes) or len(found) != len(secret):
-            raise StoreError(f"what the server has as {key} is not a secret of {len(secret)} bytes", kind="response")
+            raise StoreError(f"the value of {key} is not a secret of {len(secret)} bytes", kind="response")
         return found
 
     async def share_marks(self, mark: bytes) -> dict[str, bytes]:
@@ -156,17 +156,17 @@ class RemoteStore:
         return {name: await self.share_secret(name, mark) for name in self._side_connections.list_subjects("epoch")}
 
     async def read_persistence(self) -> list[str]:
-        """See `KeepingStore`; a server that does not let its user ask may keep anything."""
+        """See `KeepingStore`; `unknown` for a server whose user may not ask."""
         found = []
         for name in self._side_connections.list_subjects("epoch"):
             self._check_side(name)
             info = await self._ask_server(name, "INFO", "persistence")
             points = await self._ask_server(name, "CONFIG", "GET", "save")
-            found.append(judge_persistence(info.decode() if isinstance(info, bytes) else "", read_settings(points)))
+            found.append(classify_persistence(info.decode() if isinstance(info, bytes) else "", read_setting(points)))
         return found
 
     async def _ask_server(self, subject: str, *command: str) -> RedisReply:
-        """The answer of the server with a subject; None if it refuses to give one."""
+        """The reply of the subject's server to a command; None if it rejects the command."""
         try:
             [reply] = await self._side_connections.ask(subject, [command])
         except StoreError as error:
@@ -261,7 +261,7 @@ class RemoteStore:
         return take_back_call(asked) if isinstance(asked, TakeBack) else session_call(asked, now)
 
     def _join_takes(self, calls: list[ScriptCall], now: int | None) -> list[ScriptCall]:
-        """The calls of a request, with the takes of each hash slot as one group. Takes are the last calls."""
+        """Group the takes in each hash slot. Takes are the last calls."""
         if len(calls) < 2 or not isinstance(calls[-2].subject, Take):  # noqa: PLR2004  # one take is a group
             return calls
         tags = len(self._layout.tags)

@@ -1,4 +1,4 @@
-"""Documents in Redis or Valkey: three keys in one hash slot for each subject, kept by `rules/documents.lua`."""
+"""Documents in Redis or Valkey: three keys in one hash slot for each subject, written by `rules/documents.lua`."""
 # interpreted: waits for a network
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How many replicas share a store. While it is unavailable, each of them enforces its share of every budget.
+"""Counts the replicas that share a store. While it is unavailable, each of them enforces its share of every budget.
 
-Every few seconds, a replica puts its name on a board in the store, where it soon expires, and counts the names. No request
-waits for this. A replica that starts while the store is unavailable knows of no other.
+Every few seconds, a replica writes its name to a board in the store, where it soon expires, and counts the names. Requests
+never wait for this. A replica that starts while the store is unavailable counts only itself.
 """
 # interpreted: waits for a network
 
@@ -22,17 +22,17 @@ _BOARD: Final = "replicas"
 _EVERY_SECONDS: Final = 2.0
 
 KEPT_SECONDS: Final = 10.0
-"""A replica that stops without a word is counted for this long: several of its names may be lost or late."""
+"""A replica that crashes is counted for this long, so that a few of its writes may be lost or late."""
 
 
 class ReplicaCount:
     """The number of replicas, from several looks at the board.
 
-    A larger number counts at once. A smaller one counts when none as large as before was seen for KEPT_SECONDS, because a
-    store that has lost its data gets the names back one by one.
+    A larger number applies at once. A smaller one applies after KEPT_SECONDS without one as large as before, because an emptied
+    store gets the names back one by one.
 
     Attributes:
-        number: the replicas that were there last, this one included; 1 before the first look.
+        number: replicas, including this one; 1 before the first look.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class ReplicaCount:
 
 
 class ReplicaWatch:
-    """One replica's part in the count."""
+    """Announces this replica, and counts all of them."""
 
     def __init__(self, store: Store, name: str, is_needed: Callable[[], bool], report: Callable[[int], None]) -> None:
-        """`report` is told the number after each look; the store is left alone while the number is not needed."""
+        """Call `report` with the number after each look; no looks while `is_needed` is false."""
         self._store = store
         self._name = name
         self._is_needed = is_needed
@@ -57,7 +57,7 @@ class ReplicaWatch:
         self._count = ReplicaCount()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Look periodically until cancelled."""
         while True:
             if self._is_needed():
                 with suppress(StoreError):  # the last number holds; the store reports its failure itself
@@ -65,14 +65,14 @@ class ReplicaWatch:
             await asyncio.sleep(_EVERY_SECONDS)
 
     async def look(self, now: float) -> None:
-        """Put the name on the board, and count the names; `now` in seconds. Raises StoreError."""
+        """Write the name to the board, and count the names; `now` in seconds. Raises StoreError."""
         await self._store.documents.put(BOARDS, _BOARD, self._name, b"", KEPT_SECONDS)
         found = await self._store.documents.read(BOARDS, _BOARD)
         self._count.note(len(found.documents) if found is not None else 0, now)
         self._report(self._count.number)
 
     async def leave(self) -> None:
-        """Take the name away, because this replica stops."""
+        """Remove the name from the board when this replica stops."""
         if self._is_needed():
             with suppress(StoreError):
                 await self._store.documents.drop(BOARDS, _BOARD, self._name)

@@ -1,7 +1,7 @@
-"""The kinds of state in a Redis store: for each a Lua file, the question for one key, and how its answer is read.
+"""The scripts of a Redis store: for each its Lua file, the arguments for one key, and the parser of its reply.
 
-A script takes any number of keys, and reads and writes all of them in one atomic step. Its contract is at the top of its file.
-So a batch of any size needs few commands.
+A script reads and writes any number of keys in one atomic step, so a batch of any size needs few commands. Its contract is at
+the top of its file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 MAX_WEIGHT: Final = 16
-"""Maximum total weight of calls in one script, which blocks the server for all other clients: 1 ms at worst."""
+"""Maximum total weight of calls in one command. A script blocks the server for all clients: 1 ms at worst."""
 
 
 def write_word(word: str | int | bytes) -> bytes:
-    """One word of a command: a bulk string (RESP, redis.io/docs/latest/develop/reference/protocol-spec)."""
+    """Encode one word of a command as a bulk string (RESP, redis.io/docs/latest/develop/reference/protocol-spec)."""
     raw = word if isinstance(word, bytes) else str(word).encode()
     return b"$%d\r\n%b\r\n" % (len(raw), raw)
 
@@ -38,13 +38,13 @@ class Script:
 
     Attributes:
         sha: the server's name for the script.
-        by_name: the start of a command that runs it on a server that knows it.
-        whole: the start of a command that runs it on any server, which knows it from then on.
-        read: splits the server's answer by calls, given their number; raises StoreError if it cannot be this script's answer.
+        by_name: the start of an EVALSHA command.
+        whole: the start of an EVAL command, which also loads the script.
+        read: splits the server's reply by calls, given their number; raises StoreError if it is malformed.
     """
 
     def __init__(self, name: str, read: Callable[[object, int], list[Any]], parts: tuple[str, ...] = ()) -> None:
-        """Read its file; `parts` are files that stand before it."""
+        """Read its file, preceded by `parts`."""
         text = "".join([read_script(part) for part in (*parts, name)]).encode()
         self.sha = hashlib.sha1(text).hexdigest()  # noqa: S324  # not a secret
         self.by_name = write_word("EVALSHA") + write_word(self.sha)
@@ -129,7 +129,7 @@ _CHAIN = Script("chain", partial(_read_each, read_trail))
 
 
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
-    """Count a hit several times at once, and the refusals that are owed.
+    """Count a hit `times` times, and the refusals that are owed.
 
     `now` in milliseconds is for tests; None uses the server's clock.
     """
@@ -175,7 +175,7 @@ def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> Sc
     moment = SERVER_CLOCK if now is None else now
     if take.marker:
         return ScriptCall(_BUDGET, take, list_arguments(take, MARKED, moment), 0, (take.marker,), 1)
-    if joined:  # weighs nothing, so that no group is divided between scripts
+    if joined:  # weighs nothing, so that a group stays in one command
         return ScriptCall(_BUDGET, take, list_arguments(take, JOINED, moment))
     return ScriptCall(_BUDGET, take, list_arguments(take, ALONE, moment), weight=1)
 

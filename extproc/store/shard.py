@@ -4,7 +4,7 @@
   more of them. The cost of a request falls as load rises, and an idle server adds no delay.
 - **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
 - **Breaker.** The first round trip that fails or exceeds the timeout opens it. Calls then fail at once, so the caller counts
-  locally. Only a probe asks the server until it answers.
+  locally. Only probes reach the server until one of them succeeds.
 
 Worst case: a server that hangs delays the requests of that moment by one timeout, and no later ones. A request that was sent
 but not answered may have counted, and is never sent again. Other shards are unaffected: each has its own queue and connections.
@@ -22,7 +22,7 @@ from extproc.errors import StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.store.backend import RedisBackend
-from extproc.store.link import blame_bug
+from extproc.store.link import explain_bug
 from extproc.store.pending import Pending
 from extproc.store.scripts import ScriptCall
 
@@ -35,15 +35,15 @@ _GATHER_SECONDS = 0.0002
 _GATHER_AT_MOST = 0.004
 """The pause between two round trips, in seconds: per caller in the last one, times the number of shards; and the maximum.
 
-The shards share the callers. A round trip costs as much as twenty of its calls, so calls gather from some 5,000 requests a
-second on. Below that, no call waits for others.
+The callers are spread over the shards. A round trip costs as much as twenty of its calls, so gathering pays above some 5,000
+requests a second. Below that, no call waits for others.
 """
 
 _SECOND_LOOK = 0.002
 """After a deadline, the event loop has this long, in seconds, to read answers that arrived while it was busy."""
 
 _LAST_LOOK = 0.001
-"""Seconds between checks, by a closing shard, whether everything has been sent."""
+"""A closing shard checks at this interval, in seconds, whether all calls are done."""
 
 _PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Pauses before probes, in seconds. The first probe starts at once, because the failure may be brief. The last pause repeats,
@@ -51,7 +51,7 @@ so a server that is back is found within two seconds."""
 
 _PROBE_TIMEOUT = 1.0
 _WELL_SECONDS = 10.0
-"""A server that fails again within this many seconds after its return is probed as rarely as before."""
+"""A server that fails within this many seconds after its recovery keeps its longer pauses."""
 
 _UNASSIGNED = "unassigned"
 """The name of the shard for keys whose server is unknown."""
@@ -71,8 +71,6 @@ class _Caller(Pending):
 
 
 class _RoundTrip:
-    """The round trip under way."""
-
     def __init__(self, replies: Pending, batch: list[_Caller], deadline: float) -> None:
         self.replies = replies
         self.batch = batch
@@ -80,7 +78,7 @@ class _RoundTrip:
 
 
 class Shard:
-    """The keys of one server. `trouble` is why it does not count; `sharing` is the number of shards that share the callers."""
+    """One server of a store. `trouble` is why it is unavailable; `sharing` is the number of shards of the store."""
 
     def __init__(  # noqa: PLR0913  # the parts of a shard
         self,
@@ -121,7 +119,7 @@ class Shard:
             self._fail(error)
 
     def check_open(self) -> None:
-        """Raise StoreError while the breaker is open, so that no unavailable server is asked."""
+        """Raise StoreError while the breaker is open."""
         if self.trouble is not None:
             raise _make_unavailable(self.trouble)
 
@@ -158,7 +156,7 @@ class Shard:
         self._backend.drop()
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send waiting calls soon, after other tasks that are ready now, because these may add calls."""
+        """Send waiting calls after the tasks that are ready now, because these may add calls."""
         if self._queue and self._round_trip is None and not self._scheduled:
             self._scheduled = True
             if self._pause:
@@ -208,7 +206,7 @@ class Shard:
             try:
                 waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
             except Exception as bug:  # noqa: BLE001  # the other answers are valid
-                waiting.settle(None, blame_bug(bug))
+                waiting.settle(None, explain_bug(bug))
             taken = until
         self._schedule(asyncio.get_running_loop())
 
@@ -286,7 +284,7 @@ async def _try_backend(backend: RedisBackend) -> None:
     except TimeoutError:
         raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
     except Exception as bug:  # the prober must survive
-        raise blame_bug(bug) from bug
+        raise explain_bug(bug) from bug
 
 
 def _make_unavailable(trouble: StoreError) -> StoreError:

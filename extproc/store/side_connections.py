@@ -1,6 +1,6 @@
-"""Questions of operators, over redis-py's own connections, so that no request waits for them.
+"""Commands outside the request path, over redis-py's own connections, so that no request waits for them.
 
-Each question has a deadline, and is never asked twice, unless the server has sent us to another one without an answer.
+They have a deadline, and are sent again only if a server redirected them without running them.
 """
 # interpreted: waits for a network
 
@@ -19,7 +19,7 @@ from extproc.store.link import Command, RedisReply, explain_refusal
 from extproc.store.topology import Layout
 
 _SECONDS = 2.0
-"""Deadline of a question, even for all documents of a board."""
+"""Deadline of one call: long enough for all documents of a board."""
 
 
 class SideConnections:
@@ -35,7 +35,7 @@ class SideConnections:
         return zlib.crc32(subject.encode()) % len(self._layout.owners)
 
     def list_subjects(self, kind: str) -> list[str]:
-        """A subject for each server, whose keys are there."""
+        """One subject for each server, with its keys there."""
         parts: dict[str, int] = {}
         for part, owner in enumerate(self._layout.owners):
             parts.setdefault(owner, part)

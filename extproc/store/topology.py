@@ -1,8 +1,7 @@
-"""The servers of the keys: one server, the primary that Sentinels name, or a cluster, as redis-py finds them.
+"""Which server has which keys: a single server, the primary that Sentinels name, or a cluster.
 
-A layout says which server has which part of the keys. Each shard has connections of its own, by hash tag, which are opened when
-needed. This module never decides that a server is down: it raises an error, that shard's breaker drops the connections, and the
-next probe finds out again which server has the keys.
+A layout maps hash tags to servers. Each shard opens its own connections when needed. This module never decides that a server is
+down: it raises an error, the shard's breaker drops the connections, and the next probe looks up the servers again.
 """
 # interpreted: waits for a network
 
@@ -25,17 +24,17 @@ _MOST_SHOWN = 3
 
 
 def spread_tags(tags: int) -> tuple[str, ...]:
-    """Hash tags whose slots are spread evenly, so that each of any number of primaries gets its share."""
+    """Hash tags with evenly spread slots, so that every primary gets its share."""
     width = REDIS_CLUSTER_HASH_SLOTS // tags
     return tuple(next(str(n) for n in count() if key_slot(b"%d" % n) // width == share) for share in range(tags))
 
 
 class Layout:
-    """How keys are distributed over servers; this one is for a single server, or the primary that Sentinels name.
+    """Maps keys to servers; this class is for a single server, or the primary that Sentinels name.
 
     Attributes:
         tags: hash tags over which keys are spread; empty for a single server.
-        owners: the name of each tag's server, empty if unknown. A single server has one.
+        owners: the name of each tag's server, empty if unknown; one item for a single server.
         changes: the number of changes of `owners`.
         places: the server with each tag's keys, if it is known.
     """
@@ -51,7 +50,7 @@ class Layout:
     def open_pool(self, place: ServerAddress) -> ConnectionPool:
         """redis-py's connections to a server; raises StoreError if this layout has no such server."""
         if place not in self.pools:
-            raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
+            raise StoreError(f"the server is part of a cluster and redirects to {place}; use redis+cluster://", kind="cluster")
         return self.pools[place]
 
     async def locate(self, tag: str) -> ServerAddress:
@@ -59,10 +58,10 @@ class Layout:
         return self.places[tag]
 
     def move(self, tag: str, place: ServerAddress) -> None:
-        """A tag's keys have moved, according to the server that had them."""
+        """Note a redirection: a tag's keys have moved."""
 
     async def learn(self) -> None:
-        """Find out which server has which keys; raises StoreError. At every connect, redis-py asks the Sentinels."""
+        """Look up which server has which keys; raises StoreError. redis-py asks Sentinels at every connect."""
 
     async def close(self) -> None:
         """Close redis-py's connections."""
@@ -70,7 +69,7 @@ class Layout:
 
 
 class _Node(ClusterNode):
-    """A node that redis-py asks for slots, and not for long."""
+    """A node that is asked for slots, with a deadline."""
 
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401  # see redis-py
         """See redis-py."""
@@ -84,10 +83,10 @@ class _Node(ClusterNode):
 
 
 class ClusterLayout(Layout):
-    """A cluster's layout, as far as its nodes have reported it: every tag's slot belongs to one primary."""
+    """The layout of a cluster, as its nodes report it: the slot of each tag belongs to one primary."""
 
     def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
-        """Start without knowledge of the slots; any of the seeds can be asked for it."""
+        """Start with unknown slots, which any of the seeds can report."""
         super().__init__("", access, None)
         self.tags = spread_tags(tags)
         self.owners = [""] * tags
@@ -114,10 +113,10 @@ class ClusterLayout(Layout):
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
-        """Have redis-py ask one node after another which of them has which slots; raises StoreError if none answers.
+        """Have redis-py ask one node after another for the slots; raises StoreError if none answers.
 
-        It begins with any of them, because one that was cut off may not know. They are asked over connections of their own, and
-        those of the URL are always among them: in Kubernetes, a restart may give every node a new address.
+        Any may be first, because a partitioned node has an outdated view. They are asked over separate connections. The URL's
+        nodes are always among them: in Kubernetes, a restart may give every node a new address.
         """
         arguments = {**self.access.arguments, "connection_class": self.access.kind}
         places = dict.fromkeys([*self._known, *self._seeds])
@@ -143,7 +142,7 @@ class ClusterLayout(Layout):
 
 
 class ShardServers:
-    """A shard's connections for requests, opened when needed: to its server, or for keys whose server is unknown.
+    """A shard's connections for requests, opened when needed.
 
     Attributes:
         tags: the layout's.
@@ -176,11 +175,11 @@ class ShardServers:
         return link
 
     def move(self, tag: str, place: ServerAddress) -> None:
-        """Note that another server has the tag's keys, according to the one that had them."""
+        """Note a redirection: the tag's keys have moved."""
         self._layout.move(tag, place)
 
     async def learn(self) -> Sequence[int]:
-        """Find out which server has which keys; returns the numbers of the shard's own tags, 0 for a single server.
+        """Look up which server has which keys; returns the numbers of the shard's own tags, 0 for a single server.
 
         Raises StoreError.
         """
@@ -191,7 +190,7 @@ class ShardServers:
         return own
 
     def drop(self) -> None:
-        """End every connection."""
+        """Drop all connections."""
         links, self._links = list(self._links.values()), {}
         for link in links:
             link.drop()

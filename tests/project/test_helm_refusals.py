@@ -564,7 +564,7 @@ def test_invalid_value_is_refused_at_its_place(values: Values, message: str) -> 
 def test_store_urls_are_accepted() -> None:
     with pytest.raises(UsageError) as told:
         open_store("http://redis", Metrics())
-    schemes = re.findall(r"([\w+]+)://", str(told.value).partition("known are: ")[2])
+    schemes = re.findall(r"([\w+]+)://", str(told.value).partition("known schemes: ")[2])
 
     assert {"memory", "redis", "unix"} < set(schemes)
     for scheme in schemes:

@@ -122,7 +122,7 @@ def test_an_unavailable_store_is_reported_once_and_asked_again(caplog: pytest.Lo
 
     assert (key.secret, sharing.is_shared) == (SECRET, True)
     assert [record.message for record in caplog.records] == [
-        "the store has no hash key to give, so this process uses its own: others do not recognise its notes and callers",
+        "cannot read the hash key from the store, so this process uses its own: others do not recognise its notes and callers",
         "the hash key now comes from the store: notes and callers of another key are no longer recognised",
     ]
 
@@ -142,7 +142,7 @@ def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCapt
 
     assert key.secret == later.secret == given
     assert [record.message for record in caplog.records] == [
-        "the store has no hash key to give, so this process uses the last one known"
+        "cannot read the hash key from the store, so this process uses the last known one"
     ]
 
 
@@ -182,7 +182,7 @@ def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
         guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
         try:
             assert "hash_key=process" in guard.output()
-            assert "what the server has as loopguard:secret:hash:1 is not a secret of 32 bytes" in guard.output()
+            assert "the value of loopguard:secret:hash:1 is not a secret of 32 bytes" in guard.output()
             assert eventually(lambda: guard.get("/readyz")[0] == 200)
         finally:
             guard.stop()

@@ -21,8 +21,8 @@ from extproc.store.care import (
     SNAPSHOTS,
     UNKNOWN,
     StoreCare,
-    judge_persistence,
-    read_settings,
+    classify_persistence,
+    read_setting,
 )
 from extproc.store.memory import MemoryStore
 from extproc.store.side_connections import SideConnections
@@ -122,14 +122,14 @@ def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -
     ],
 )
 def test_persistence_is_read_from_the_servers_own_words(info: str, points: str | None, expected: str) -> None:
-    assert judge_persistence(info, points) == expected
+    assert classify_persistence(info, points) == expected
 
 
 @pytest.mark.parametrize(
     ("reply", "expected"), [([b"save", b"3600 1"], "3600 1"), ([b"save", b""], ""), ([], None), (None, None), (b"OK", None)]
 )
 def test_a_setting_is_read_from_an_answer(reply: object, expected: str | None) -> None:
-    assert read_settings(reply) == expected
+    assert read_setting(reply) == expected
 
 
 class Layout:

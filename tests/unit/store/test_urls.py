@@ -16,7 +16,7 @@ SECRET = "hunter2"
 
 
 _KNOWN = (
-    "known are: memory://, redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster://, "
+    "known schemes: memory://, redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster://, "
     "rediss+cluster://"
 )
 BAD_URLS = [
@@ -28,7 +28,7 @@ BAD_URLS = [
     ("redis://a:x", "redis://a:x: the part after :// must be HOST:PORT"),
     ("redis://a:70000", "redis://a:70000: the part after :// must be HOST:PORT"),
     ("redis://[::1", "redis://[::1: Invalid IPv6 URL"),
-    ("redis://a/zero", "redis://a/zero: the database must be a number from 0"),
+    ("redis://a/zero", "redis://a/zero: the database must be an integer of at least 0"),
     (
         "redis://a?x=1",
         "redis://a: unknown option; known options: prefix, credential_provider, client, db",
@@ -47,11 +47,11 @@ BAD_URLS = [
     ("redis://a?db=x", "redis://a: Invalid value for 'db' in connection URL."),
     ("rediss://a?ssl_cert_reqs=maybe", "rediss://a: Invalid SSL Certificate Requirements Flag: maybe"),
     ("redis://a#b", "redis://a#b: it must not contain #; in a password, write %23"),
-    ("rediss://a?ssl_ca_certs=/none", "rediss://a: ssl_ca_certs: there is no file /none"),
+    ("rediss://a?ssl_ca_certs=/none", "rediss://a: ssl_ca_certs: no such file: /none"),
     (f"rediss://a?ssl_keyfile={__file__}", "rediss://a: ssl_keyfile needs ssl_certfile"),
     (
         f"rediss://a?ssl_ca_certs={__file__}",
-        "rediss://a: the files of TLS must be PEM files that belong together ([X509",
+        "rediss://a: the TLS files must be valid PEM, and the key must match the certificate ([X509",
     ),
     ("unix://", "unix://: it takes the form unix:///PATH?db=0"),
     ("unix://run/x.sock", "unix://run/x.sock: it takes the form unix:///PATH?db=0"),
@@ -65,7 +65,7 @@ BAD_URLS = [
     ("redis+cluster://a?tags=512", "redis+cluster://a: tags must be a power of two up to 256"),
     (
         "redis+cluster://a?prefix={x}",
-        "redis+cluster://a: the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's",
+        "redis+cluster://a: the prefix must not contain {, because Loopguard chooses the hash tags of a cluster's keys",
     ),
     (
         "redis://ann@a",
@@ -77,8 +77,8 @@ BAD_URLS = [
 NO_STORES = [
     ("etcd://x", f"unknown store etcd://x; {_KNOWN}"),
     ("etcd://me:secret@x/y?z", f"unknown store etcd://x/y; {_KNOWN}"),
-    ("memory", f"a store is named by a URL; {_KNOWN}"),
-    ("me:secret@x", f"a store is named by a URL; {_KNOWN}"),
+    ("memory", f"a store is given as a URL; {_KNOWN}"),
+    ("me:secret@x", f"a store is given as a URL; {_KNOWN}"),
 ]
 
 
