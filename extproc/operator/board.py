@@ -1,8 +1,8 @@
-"""A table that each replica publishes on a board in the store, so that every replica knows what all of them know.
+"""Shares tables between replicas: each publishes its own on a board in the store, and merges those of the others.
 
-Publishing is asked for on the server's event loop, with a few milliseconds' work in a thread; merging is done in the thread
-that answers. No request waits for either. A replica that drains publishes once more, and keeps its place for an hour when it
-is gone, so that a restart loses nothing; one that is killed loses the last two seconds.
+A table is published from the server's event loop; packing it, a few milliseconds' work, is done in a thread. Merging is done in
+the thread that serves a report. No request waits for either. A draining replica publishes once more, and its document stays on
+the board for an hour, so a restart loses nothing. A replica that is killed loses up to two seconds.
 """
 # interpreted: works beside the requests
 
@@ -25,37 +25,46 @@ from extproc.store.rules.documents import BOARDS, make_replica_name
 
 _PUBLISH_SECONDS = 2.0
 _REFRESH_SECONDS = 600.0
-"""How often an unchanged table is published, so that the board does not forget it."""
+"""Interval at which an unchanged table is published again, so that it does not expire."""
 
 _COLLECT_SECONDS = 1.0
-"""How long a reader waits for the store, and how old its last answer may be."""
+"""Time that a reader waits for the store, and the maximum age of the documents that it reuses."""
 
 _BOARDS = 5
+"""Number of boards that share the memory for tables."""
+
 _UNPACKED = 4
+"""Size of an unpacked document in memory, as a multiple of its bytes."""
+
 _MOST_BYTES = 2**24
-"""The number of boards that share the memory for tables; how many times its bytes a document takes in memory; and the bytes of
-documents to unpack if nothing else limits them."""
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
 Made_co = TypeVar("Made_co", bound=Document, covariant=True)
 
 
 class BoardTable(Protocol[Made_co]):
-    """What one replica publishes; see `Table`."""
+    """A table that a replica publishes; see `Table`."""
 
     @property
     def changes(self) -> int:
-        """A number that grows with every change."""
+        """A counter of changes."""
 
     def drop_quiet(self, before: float) -> None:
-        """Forget rows without requests since then, in seconds since 1970."""
+        """Drop rows whose last request was before this time, in seconds since 1970."""
 
     def make_document(self, *, shows_callers: bool) -> Made_co:
-        """The document of the table as it is now."""
+        """A snapshot of the table."""
 
 
 class View(NamedTuple, Generic[AnyDocument]):
-    """What all replicas know, the replica that was asked, all replicas, and why some are missing or old; empty if none is."""
+    """The merged document of all replicas.
+
+    Attributes:
+        document: the merged document.
+        replica: this replica's name.
+        replicas: the names of all replicas in it.
+        problem: why some replicas' documents are missing or old; empty if none are.
+    """
 
     document: AnyDocument
     replica: str
@@ -64,7 +73,7 @@ class View(NamedTuple, Generic[AnyDocument]):
 
 
 class Board(Generic[AnyDocument]):
-    """One table, as this replica and the others know it."""
+    """One table, shared between the replicas."""
 
     def __init__(  # noqa: PLR0913  # what distinguishes tables
         self,
@@ -75,7 +84,7 @@ class Board(Generic[AnyDocument]):
         shows_callers: Callable[[], bool],
         replica: str = "",
     ) -> None:
-        """Nothing is shared until `share` runs; a replica without a name gets a new one."""
+        """Nothing is shared until `share` runs. A replica without a name gets a new one."""
         self.replica = replica or make_replica_name()
         self._name = name
         self._kind = kind
@@ -97,7 +106,7 @@ class Board(Generic[AnyDocument]):
             await self.publish()
 
     async def publish(self) -> None:
-        """Publish the table if it has changed; if the store fails, it is published the next time."""
+        """Publish the table if it has changed. If the store fails, the next call tries again."""
         self._table.drop_quiet(time() - KEPT_SECONDS)
         changes = self._table.changes
         if not changes or (changes == self._published and time() - self._published_at < _REFRESH_SECONDS):
@@ -108,7 +117,7 @@ class Board(Generic[AnyDocument]):
             self._published, self._published_at = changes, time()
 
     def view(self) -> View[AnyDocument]:
-        """What all replicas know; call it from any thread except the event loop's."""
+        """Merge the tables of all replicas. Must not be called on the event loop's thread."""
         self._ask()
         documents = {self.replica: self._make(), **self._collected}
         return View(self._kind.merge(documents.values(), time()), self.replica, sorted(documents), self._problem)
@@ -117,7 +126,7 @@ class Board(Generic[AnyDocument]):
         return self._table.make_document(shows_callers=self._shows_callers())
 
     def _ask(self) -> None:
-        """Read the others' tables; if the store or the event loop does not answer, the previous ones are used."""
+        """Read the others' tables. If the store or the event loop does not answer, the previous ones are used."""
         if self._home is None or time() - self._collected_at < _COLLECT_SECONDS:
             return
         asked = asyncio.run_coroutine_threadsafe(self._store.documents.read(BOARDS, self._name), self._home)
@@ -138,9 +147,9 @@ class Board(Generic[AnyDocument]):
 
 
 def unpack_all(documents: dict[str, bytes], kind: type[AnyDocument], most: int = _MOST_BYTES) -> dict[str, AnyDocument]:
-    """Unpack documents, by replica, up to `most` bytes in all.
+    """Unpack documents, by replica, up to `most` bytes in total.
 
-    Left out are those for which there is no room, and those that cannot be read, which are of an unknown version.
+    Documents beyond that, and those of an unknown version, are left out.
     """
     decode = msgspec.msgpack.Decoder(kind).decode
     found = {}

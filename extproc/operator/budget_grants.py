@@ -1,9 +1,10 @@
-"""Grants of budgets: an amount that is given back, once, to a caller who has used it, or a higher limit for a while.
+"""Budget grants: a one-time credit for a caller's budget, or a higher limit for some time.
 
-A higher limit is an order like others, which each replica adds to the limit of what it asks the store. A bucket gets the
-amount at once as well, because its level would only rise with time. What is given back is no order in force: a budget's state
-is shared by all replicas, so the replica that takes the order adds to it in the store. It finds the state by the rows of
-`/budgets`, which know each caller of the last hour.
+A higher limit is an override like others: each replica adds it to the limit in its requests to the store. A token bucket is
+also credited at once, because otherwise its level would only rise over time.
+
+A one-time credit is not an active override. The replicas share a budget's state, so the replica that receives the order
+credits it in the store. It finds the budget in the rows of `/budgets`, which have all callers of the last hour.
 """
 # interpreted: takes what operators order
 
@@ -26,16 +27,16 @@ _SHOWN = 20
 def find_credits(
     grant: ActiveOverride, rows: Sequence[BudgetRow], plans: Sequence[Plan], now: float
 ) -> tuple[list[Take], list[str]]:
-    """What to give to which budgets at once, and what the operator should know.
+    """The credits to apply at once for a budget grant, and remarks for the operator.
 
     Args:
-        grant: the order.
-        rows: the budgets that all replicas know.
-        plans: the policies in force.
+        grant: the budget grant.
+        rows: the budgets known to all replicas.
+        plans: the active policies.
         now: in seconds since 1970.
 
     Raises:
-        BadOrderError: the order is about no budget, or about those of several policies.
+        BadOrderError: the grant matches no budget, or budgets of several policies.
     """
     rule = grant.budget
     if rule == CIRCUIT_BREAKER:
@@ -71,13 +72,13 @@ def find_credits(
 
 
 def list_rules(plans: Sequence[Plan]) -> set[str]:
-    """The names of all rules of these policies, with those that they watch."""
+    """The names of all rules of these policies, including those that a ramp has in shadow mode for some callers."""
     budgets = [each.budget for plan in plans for each in (plan, plan.watching) if each is not None]
     return {rule.name for budget in budgets if budget is not None for rule in budget.guard.rules}
 
 
 def concerns(grant: ActiveOverride, row: BudgetRow) -> bool:
-    """Whether a grant is about the budget of a row."""
+    """Whether a grant applies to a row's budget."""
     about = ShownRow({row.policy}, (row.tenant, row.alias, *row.parts), dict(row.hashes), budgets={row.rule})
     return row.kind != BREAKER and standing_orders.concerns(grant, about)
 

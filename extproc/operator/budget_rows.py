@@ -1,6 +1,6 @@
 """Budgets as replicas publish them; see `rows`.
 
-The replicas share a budget's state, so the newest answer of the store is right.
+The replicas share a budget's state, so the store's newest answer is used.
 """
 # interpreted: msgspec makes its classes
 
@@ -16,7 +16,7 @@ _MS = 1_000
 
 
 def _add_period(one: BudgetRow, other: BudgetRow, field: str) -> Any:  # noqa: ANN401  # a number or a list
-    """What replicas know of the same period adds up; that of an older one is over."""
+    """Values of the same period add up; those of an older period are dropped."""
     if one.start == other.start or one.kind == BUCKET:
         return SUM(one, other, field)
     return newest("start")(one, other, field)
@@ -26,29 +26,29 @@ _TOLD = newest("told")
 
 
 class BudgetRow(Row, array_like=True):
-    """One budget of a caller. Amounts are integers, of which `units` are 1 in the rule's own unit.
+    """One budget of a caller. Amounts are integers: one of the rule's unit is `units`.
 
     Attributes:
-        tenant: hash of the caller as the rule knows it.
-        budget: which of the rule's budgets, such as `tpm`, `tpd`, `1d` or, of a circuit breaker, `rate`.
+        tenant: hash of the caller, as identified by the rule.
+        budget: which of the rule's budgets, such as `tpm`, `tpd`, `1d` or, for a circuit breaker, `rate`.
         caller: names and values of the caller's descriptors; empty if they may not be shown.
-        hashes: hash of each descriptor, by name.
-        orderable: orders can name the caller by `tenant`, because the request's head tells it.
+        hashes: names and hashes of the descriptors.
+        orderable: whether orders can name the caller by `tenant`, because the request's headers identify it.
         unit: what is counted; empty for costs.
-        words: the time that the budget is for.
+        words: the budget's time span in words.
         key, kind, limit, rate, span, offset, start: as in `Take`.
-        left: what was left at `told`.
-        returned: times and amounts of settlements, as replicas know them; those before `told` are in `left`.
-        estimated: the part of what was taken since `start` that is an estimate, as replicas know it.
-        wait_ms: of a circuit breaker that is open, until when, seen from `told`; 0 if it is closed.
-        told: when the store said so, in seconds since 1970.
-        refused: number of requests that it has refused, or would have refused.
-        refused_at: the last of them, in seconds since 1970; 0 for none.
-        stage: action at the last stage that it has reached; empty for none.
-        asked: what the last refused request asked for.
+        left: amount left at `told`.
+        returned: (time, amount) of known settlements; those before `told` are included in `left`.
+        estimated: the estimated part of the usage since `start`.
+        wait_ms: for an open circuit breaker, how long it stays open after `told`; 0 if it is closed.
+        told: time of the store's newest answer, in seconds since 1970.
+        refused: number of requests that were refused, or would have been.
+        refused_at: time of the last refusal, in seconds since 1970; 0 for never.
+        stage: action of the last stage reached; empty for none.
+        asked: amount that the last refused request asked for.
         alias, labels, credentials, parts: see `KnownAs`.
-        reason: why it refuses.
-        staged_at: when it reached its last stage, in seconds since 1970; 0 for never.
+        reason: the reason of its refusals.
+        staged_at: when the last stage was reached, in seconds since 1970; 0 for never.
     """
 
     tenant: str
@@ -92,11 +92,11 @@ class BudgetRow(Row, array_like=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is a circuit breaker that refused its newest request."""
+        """Whether this is a circuit breaker that refused the newest request."""
         return self.kind == BREAKER and self.wait_ms != 0
 
     def find_left(self, now: float) -> int:
-        """What is left at a later time, in seconds since 1970, if nothing was used since."""
+        """The amount left at `now` (seconds since 1970), assuming no further use."""
         passed = max(0, round((now - self.told) * _MS))
         left = self.left + sum([amount for at, amount in self.returned if at >= self.told])
         if self.kind == BUCKET:
@@ -106,17 +106,17 @@ class BudgetRow(Row, array_like=True):
         return left if passed < (self.find_open_ms(now) or 60 * _MS) else self.limit
 
     def is_over(self, now: float) -> bool:
-        """Whether its period has ended."""
+        """Whether the period has ended."""
         return self.kind == PERIOD and now * _MS >= self.start + self.span
 
     def find_open_ms(self, now: float) -> int:
-        """How much longer a circuit breaker is open, in milliseconds: 0 if it is closed, `FOREVER` until it is released."""
+        """Milliseconds until a circuit breaker closes: 0 if it is closed, `FOREVER` if only a release closes it."""
         if self.kind != BREAKER or self.wait_ms in (0, FOREVER):
             return self.wait_ms if self.kind == BREAKER else 0
         return max(0, self.wait_ms - round((now - self.told) * _MS))
 
     def find_reset_ms(self, now: float) -> int:
-        """Until the budget is whole again, or its next period begins, in milliseconds; `FOREVER` for an operator's release."""
+        """Milliseconds until the budget is full or its next period begins; `FOREVER` if only a release resets it."""
         if self.kind == BUCKET:
             return -(-(self.limit - self.find_left(now)) // max(1, self.rate))
         if self.kind == PERIOD:
@@ -124,7 +124,7 @@ class BudgetRow(Row, array_like=True):
         return self.find_open_ms(now)
 
     def make_credit(self, amount: int, raised: int = 0) -> Take:
-        """What gives this much back to the budget in the store, up to the whole budget, `raised` by an order."""
+        """A store request that credits the budget by `amount`, at most to its limit plus `raised`."""
         take = Take(self.key, self.kind, 0, self.limit, self.rate, self.span, self.offset)
         return take.raise_limit(raised).settle(amount, self.start)
 
@@ -138,5 +138,5 @@ class BudgetDocument(Document, array_like=True):
     def finish(self, now: float) -> None:
         """See `Document`."""
         super().finish(now)
-        known = [row for row in self.rows if row.requests]  # of the others, only settlements are known
+        known = [row for row in self.rows if row.requests]  # the others only have settlements
         self.rows = sorted(known, key=lambda row: -row.last)

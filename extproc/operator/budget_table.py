@@ -1,6 +1,6 @@
-"""Recent callers of budgets, for people: what is left of each budget, and what it refuses.
+"""Recent budgets for operators: the amount left of each, and its refusals.
 
-What is left comes from the store's answers, which all replicas share; this table only shows it.
+Amounts come from the store's answers, which all replicas share. This table only displays them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _Name: TypeAlias = tuple[str, ...]
 
 
 class BudgetTable(Table[BudgetRow, BudgetDocument]):
-    """The budgets of one process, by caller."""
+    """The budgets seen by this process, by caller."""
 
     def __init__(self) -> None:
         super().__init__()
         self._names: Memo[str, _Name] = Memo(MAX_ROWS)  # by key
 
     def note(self, candidates: list[BudgetGuard], now: float, *, refused: bool) -> None:
-        """Note what a request took; `refused`: all of it is given back. `now` is in seconds since 1970."""
+        """Note what a request took; if `refused`, it is returned. `now` is in seconds since 1970."""
         for candidate in candidates:
             for each in candidate.reserved:
                 take, taken = each.take, each.taken
@@ -47,7 +47,7 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
                     if not row.requests:
                         _describe_row(row, candidate, each)
                 if (
-                    row.key != take.key  # a release has renewed it
+                    row.key != take.key  # a release starts a new key
                     or row.limit != take.limit
                     or row.rate != take.rate
                     or row.span != take.span
@@ -65,7 +65,7 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
                 row.requests += 1
 
     def act(self, candidate: BudgetGuard, outcome: Outcome, subject: BudgetSubject, now: float) -> BudgetRow | None:
-        """Note a budget's refusal, or the stage that it has reached; None if no budget of the request is meant."""
+        """Note a budget's refusal or stage; returns its row, or None if the request has no such budget."""
         refuses = outcome.action is Action.REJECT
         for each in candidate.reserved:
             meant = _name_rule(each) == subject.rule and each.limit.reason is subject.reason
@@ -84,14 +84,14 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
         return None
 
     def settle(self, settled: Settled, take: Take, now: float, *, estimated: bool) -> None:
-        """Note a settlement of what this replica or another one has taken; `estimated`: it is an estimate, too."""
+        """Note a settlement; `estimated` if its amount is an estimate. Another replica may have taken from the budget."""
         limit = settled.limit
         if limit is None:
             return
         name = self._names.get(take.key) or (settled.tenant, settled.policy, settled.mode, settled.rule, limit.suffix)
         row = self._open_row(name, limit, take, now)
         if take.kind != BUCKET and row.start != take.start:
-            if row.requests:  # of a period that has ended
+            if row.requests:  # the settled request belongs to an earlier period
                 return
             row.start, row.left, row.estimated, row.returned = take.start, 0, 0, []
         if not row.requests:
@@ -113,7 +113,7 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
         return row
 
     def make_document(self, *, shows_callers: bool) -> BudgetDocument:
-        """The table as it is now, the newest first; without callers' values unless they may be shown."""
+        """A snapshot of the table, newest first. Callers' values are left out unless they may be shown."""
         rows = sorted(self.copy(), key=lambda row: -row.last)
         return BudgetDocument(rows if shows_callers else [replace(row, caller=[]) for row in rows])
 

@@ -1,4 +1,4 @@
-"""Looping conversations, their loops, and tools that fail for many, as replicas publish them; see `rows`."""
+"""Looping conversations, their loops, and incidents, as replicas publish them; see `rows`."""
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from extproc.store.rules.documents import MAX_DOCUMENT
 MINUTES = 60
 
 PACE_SECONDS = 60.0
-"""Time constant of a conversation's pace: what is older counts for little."""
+"""Time constant of the exponential decay of a conversation's pace."""
 
 NoteLabels: TypeAlias = tuple[str, str, str, str, str, str]
 """See `AfterNote.labels`."""
 
 INCIDENT_SECONDS = 300
-"""How long a session counts after its last request in an incident."""
+"""How long a session counts towards an incident after its last failing request."""
 
 SKETCHED = 64
-"""Fewer callers and sessions than this are counted exactly, others are estimated."""
+"""Below this number, callers and sessions are counted exactly; above, they are estimated."""
 
 _SKETCH = join(lambda one, other: Sketch([*one, *other], SKETCHED).list_kept())
 
@@ -40,22 +40,22 @@ class Loop(Row, array_like=True):
     Attributes:
         detector: the name of its loop_detection entry.
         tenant: hash of the caller, 16 hex digits.
-        repeats: what makes requests parts of it: a fingerprint, or the tools of a cycle.
-        session: hash of the session's name, empty if it has none.
-        fingerprint: of the newest request.
-        path, caller: cut to what can be shown.
-        tools: that are called again and again.
-        first, last: when it was acted on, in seconds since 1970.
-        count: what its detector counts.
-        requests: that were acted on, or would have been, by action.
+        repeats: what identifies the loop: a fingerprint, or the tools of a cycle.
+        session: hash of the session's name; empty if it has none.
+        fingerprint: fingerprint of the newest request.
+        path, caller: truncated for display.
+        tools: the repeated tools.
+        first, last: times of the first and last action, in seconds since 1970.
+        count: the detector's newest count.
+        requests: number of requests by action; in shadow mode, by the action that would have been taken.
         size: bytes of their bodies.
-        stopped: of these, the ones that were not forwarded because of this loop.
+        stopped: requests that this loop stopped from being forwarded.
         stopped_size: bytes of their bodies.
         alias, labels, credentials, parts: see `KnownAs`.
-        agent: the id that the agent has given itself, empty for none; cut to what can be shown.
-        strength: of the newest request's evidence, `strong` or `weak`; empty if unknown.
-        cause: of the newest episode; see `after_notes`.
-        after: changes in episodes, by the last two of the labels.
+        agent: the agent's self-reported id, truncated; empty if it has none.
+        strength: strength of the newest evidence, `strong` or `weak`; empty if unknown.
+        cause: cause of the newest episode; see `after_notes`.
+        after: changes in episodes, by the last two of `NoteLabels`.
     """
 
     policy: str
@@ -91,12 +91,12 @@ class Loop(Row, array_like=True):
 
     @property
     def total(self) -> int:
-        """The number of its requests that were acted on, or would have been."""
+        """The number of requests that were acted on, or would have been."""
         return sum(self.requests.values())
 
     @property
     def newness(self) -> tuple[bool, float]:
-        """A row without requests has only seen what came after notes."""
+        """Sort key for merging. Rows without requests, which only have changes after notes, come last."""
         return self.total > 0, self.last
 
 
@@ -104,7 +104,6 @@ MAX_LOOPS = 8
 
 
 def _join_loops(one: ConversationRow, other: ConversationRow, _: str) -> list[Loop]:
-    """The newest ones of both."""
     loops = [*one.loops, *other.loops] if other.last > one.last else [*other.loops, *one.loops]
     return merge(reversed(loops))[MAX_LOOPS - 1 :: -1]
 
@@ -115,30 +114,30 @@ def _join_paces(one: ConversationRow, other: ConversationRow, _: str) -> float:
 
 
 class ConversationRow(Row, array_like=True):
-    """One caller's conversation that loops, whichever policies and detectors see it. Each request is counted once.
+    """A caller's looping conversation, over all policies and detectors. Each request is counted once.
 
     Attributes:
-        tenant: hash of the caller, 16 hex digits. Empty for the requests of a failing tool that have no row of their own.
-        conversation: distinguishes it from others of the caller: the hash of its session's name, else a digest of how it opens
-            (after `=`), else what repeats (after `#`).
-        session: hash of its session's name, empty if unknown.
-        agent, path, model, tools: of the newest loop; cut to what can be shown.
-        descriptors: (name, hash) of each, as orders refer to callers.
-        loops: one for each policy, detector and what repeats, the newest last. A request may be part of several.
-        first, last: times of its requests, in seconds since 1970.
-        requests: that were acted on, or would have been.
-        size: bytes of the bodies of those that were forwarded.
-        cost: of those that sessions or budgets price, in nano-dollars: as the access log has it, else estimated.
-        estimated: the part of it that is estimated.
-        priced: bytes of their bodies.
-        prompt: tokens of their prompts, likewise.
-        refused: those that were not.
+        tenant: hash of the caller, 16 hex digits. Empty for the shared row of an incident.
+        conversation: unique per caller: the hash of the session's name, else `=` and a digest of the opening, else `#` and
+            what repeats.
+        session: hash of the session's name; empty if unknown.
+        agent, path, model, tools: from the newest loop, truncated for display.
+        descriptors: (name, hash) of each of the caller's descriptors, for orders.
+        loops: the newest loops, one per policy, detector and repetition, newest last. A request may be in several.
+        first, last: times of the first and last request, in seconds since 1970.
+        requests: number of requests that were acted on, or would have been.
+        size: bytes of the bodies of forwarded requests.
+        cost: cost in nano-dollars of forwarded requests with a price: from the access log, else estimated.
+        estimated: the estimated part of `cost`.
+        priced: bytes of the bodies of requests with a price.
+        prompt: tokens of their prompts, from the access log, else estimated.
+        refused: number of requests that were not forwarded.
         refused_size: bytes of their bodies.
-        pace: bytes forwarded in about the last minute, as of `paced`; see PACE_SECONDS.
-        action: of the newest request, `allow` if no policy enforces one.
+        pace: decaying sum of bytes forwarded, as of `paced`; see PACE_SECONDS.
+        action: action on the newest request; `allow` if no policy enforces one.
         shadow: what a shadow policy would have done; empty for nothing.
-        tool, failure: how its tool fails, see `IncidentRow`; empty if it does not.
-        failing: when it last was part of an incident; 0 for never.
+        tool, failure: the failing tool and its error, see `IncidentRow`; empty if no tool fails.
+        failing: last time in an incident; 0 for never.
     """
 
     tenant: str
@@ -176,17 +175,17 @@ class ConversationRow(Row, array_like=True):
         return self.requests - self.refused
 
     def find_pace(self, now: float) -> float:
-        """Bytes a minute that reach the model; `now` in seconds since 1970."""
+        """Bytes forwarded per minute, at `now` in seconds since 1970."""
         return self.pace * exp(min(0.0, self.paced - now) / PACE_SECONDS)
 
     @property
     def newness(self) -> tuple[bool, float]:
-        """A row without requests has only seen what some have cost."""
+        """Sort key for merging. Rows without requests, which only have costs, come last."""
         return self.requests > 0, self.last
 
 
 class Line(msgspec.Struct, array_like=True):
-    """A curve: requests acted on in each of the `MINUTES` that end with `minute`."""
+    """A curve: requests acted on per minute, for the `MINUTES` up to `minute`."""
 
     policy: str
     mode: str
@@ -201,16 +200,16 @@ class Line(msgspec.Struct, array_like=True):
         self.counts[-1] += 1
 
     def list_counts(self, minute: int) -> list[int]:
-        """The hour that ends with this minute, oldest first."""
+        """The counts of the hour that ends with `minute`, oldest first."""
         return [*self.counts[:MINUTES], *[0] * min(MINUTES, max(0, minute - self.minute))][-MINUTES:]
 
 
 class LoopDocument(Document, array_like=True):
-    """Looping conversations, and curves.
+    """Looping conversations and curves.
 
     Attributes:
-        lines: one for each policy, mode and action.
-        after: changes in all episodes.
+        lines: one curve per policy, mode and action.
+        after: changes after notes, summed over all conversations.
     """
 
     rows: Annotated[list[ConversationRow], SUM]
@@ -220,7 +219,7 @@ class LoopDocument(Document, array_like=True):
 
     @property
     def loops(self) -> list[Loop]:
-        """Those of all conversations."""
+        """The loops of all conversations."""
         return [loop for row in self.rows for loop in row.loops]
 
     def pack(self) -> bytes:
@@ -229,7 +228,7 @@ class LoopDocument(Document, array_like=True):
         return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(self.rows)))
 
     def finish(self, now: float) -> None:
-        """See `Document`; curves end now."""
+        """See `Document`; aligns the curves to end at `now`."""
         super().finish(now)
         self.lines = merge_lines(self.lines, int(now) // 60)
         added: Counter[NoteLabels] = Counter()
@@ -239,7 +238,7 @@ class LoopDocument(Document, array_like=True):
 
 
 def merge_lines(lines: Iterable[Line], minute: int) -> list[Line]:
-    """One line for each policy, mode and action, for the hour that ends with this minute."""
+    """Merge curves into one per policy, mode and action, for the hour that ends with `minute`."""
     merged: dict[tuple[str, str, str], Line] = {}
     for line in lines:
         key = (line.policy, line.mode, line.action)
@@ -249,15 +248,15 @@ def merge_lines(lines: Iterable[Line], minute: int) -> list[Line]:
 
 
 class IncidentRow(Row, array_like=True):
-    """A tool that fails in the same way for many sessions.
+    """An incident: a tool that fails in the same way for many sessions.
 
     Attributes:
-        failure: digest of what it says, to merge rows by; never shown.
-        began: when there were enough sessions, in seconds since 1970.
-        last: when a request was last part of it.
-        callers, sessions: hashes, as a sketch keeps them.
-        requests: that were part of it.
-        spared: of these, the ones that would have been refused.
+        failure: digest of the error, part of the merge key; never shown.
+        began: when enough sessions were affected, in seconds since 1970.
+        last: time of the last affected request.
+        callers, sessions: hashes in a sketch.
+        requests: number of affected requests.
+        spared: affected requests that would otherwise have been refused.
     """
 
     policy: str
@@ -273,7 +272,7 @@ class IncidentRow(Row, array_like=True):
     name = property(attrgetter("policy", "tool", "failure"))
 
     def count_callers(self) -> int:
-        """The number of callers, perhaps estimated; see SKETCHED."""
+        """The number of callers; see SKETCHED."""
         return Sketch(self.callers, SKETCHED).count()
 
     def count_sessions(self) -> int:

@@ -1,6 +1,6 @@
-"""Looping conversations, for people: what each has cost and spared, its loops, and what happened to their requests.
+"""Looping conversations for operators: the costs, savings and loops of each, and the actions on its requests.
 
-Only requests that are acted on cost anything.
+Only requests that a policy acts on are recorded here, so others cost nothing.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _MAX_CURVES: Final = 1_000
 PATH_SHOWN: Final = 256
 
 _OPENING: Final = 8
-"""Bytes of the digest of how a conversation opens."""
+"""Length of the digest of a conversation's opening, in bytes."""
 
 
 class LoopTable(Table[ConversationRow, LoopDocument]):
-    """The looping conversations of one process, by caller and conversation, and curves by policy, mode and action.
+    """The looping conversations seen by this process, and curves by policy, mode and action.
 
-    Each request is counted once in its conversation, and in each loop that it is part of.
+    A request is counted once in its conversation, and once in each of its loops.
     """
 
     def __init__(self) -> None:
@@ -59,26 +59,24 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         self.after: dict[NoteLabels, int] = {}
 
     def note(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> list[tuple[Outcome, Loop]]:
-        """Note a request, given the outcomes about loops that are not ALLOW; returns its loops.
+        """Note a request and the loop outcomes in it that are not ALLOW; returns its loops.
 
-        What is decided in two parts is counted once.
+        A request that is decided in two parts is counted once.
         """
         now, again, failure = time(), exchange.find_conversation_key(), exchange.failure
         key = again or name_conversation(exchange, decision.trace)
         row = self.use(key)
         if row is None:
             if failure is not None and all(is_widespread(outcome) for outcome in acted):
-                key = (
-                    "",
-                    f"{failure.tool}\n{failure.digest}",
-                )  # those of an incident share a row, or they would fill the table
+                # Conversations of an incident share a row, otherwise they would fill the table.
+                key = ("", f"{failure.tool}\n{failure.digest}")
             row = self._open_row(key, now)
         exchange.conversation_key = key
         if not row.path:
             request, candidate = exchange.request, find_guard(exchange, acted[0])
             row.path = cut_text(request.path, PATH_SHOWN)
             row.model = cut_text(read_model(request.path, exchange.content), NAME_SHOWN)
-            if key[0]:  # orders about sessions mean those of limits
+            if key[0]:  # orders name sessions as limits do
                 row.session, row.agent = _find_name(exchange, limited=True), find_agent(request, candidate)
                 row.descriptors = [
                     (cut_text(name, NAME_SHOWN), hash_descriptor(name, value))
@@ -88,7 +86,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         loops: list[tuple[Outcome, Loop]] = []
         for outcome in acted:
             self._draw(outcome, int(now) // 60)
-            if not is_widespread(outcome):  # its row is the incident's
+            if not is_widespread(outcome):  # otherwise counted in the incident's row
                 loop = _open_loop(row, exchange, outcome, name_repeated(outcome.repeat, outcome.fingerprint), now)
                 _count_in_loop(loop, exchange.sums.length, outcome, now, stops=outcome is decision.lead)
                 loops.append((outcome, loop))
@@ -104,7 +102,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         return loops
 
     def note_allowed(self, exchange: Exchange, decision: Decision) -> None:
-        """Note a request that an operator's order lets through, if its conversation is known and it has not been noted."""
+        """Note a request that an override allows, unless it was noted before or its conversation is unknown."""
         if exchange.find_conversation_key():
             return
         key = name_conversation(exchange, decision.trace)
@@ -118,7 +116,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
     def note_after(  # noqa: PLR0913  # what is known of a change
         self, exchange: Exchange, decision: Decision, outcome: Outcome, repeats: str, fingerprint: str, labels: NoteLabels
     ) -> None:
-        """Note what came after the first note of a loop, which another replica may have acted on; see `AfterNote`."""
+        """Note a change after a loop's first note; see `AfterNote`. Another replica may have sent the note."""
         now = time()
         if labels in self.after or len(self.after) < _MAX_CURVES:
             self.after[labels] = self.after.get(labels, 0) + 1
@@ -131,7 +129,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         loop.after[name] = loop.after.get(name, 0) + 1
 
     def settle(self, spent: LoopCost, now: float, *, estimated: bool) -> None:
-        """Note what a request has cost that this replica, or another one, has noted with its estimate."""
+        """Replace the estimated cost of a request by its cost. Another replica may have noted the estimate."""
         row = self._open_row(spent.key, now)
         row.cost += spent.cost - spent.reserved
         row.estimated += (spent.cost if estimated else 0) - spent.reserved
@@ -149,7 +147,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         return merge([loop for row in self.copy() for loop in row.loops if loop.requests])
 
     def make_document(self, *, shows_callers: bool) -> LoopDocument:
-        """The table as it is now, the largest conversation first; without callers' values unless they may be shown."""
+        """A snapshot of the table, largest conversation first. Callers' values are left out unless they may be shown."""
         rows = sorted(self.copy(), key=lambda row: -(row.size + row.refused_size))
         if not shows_callers:
             rows = [replace(row, loops=[replace(loop, caller=[]) for loop in row.loops]) for row in rows]
@@ -197,7 +195,7 @@ def _count(row: ConversationRow, exchange: Exchange, now: float, *, refused: boo
 
 
 def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repeats: str, now: float) -> Loop:
-    """The loop of an outcome; a new one has no counted request, and the oldest makes room."""
+    """The loop of an outcome. A new one starts without requests, and evicts the row's oldest if full."""
     name = outcome.policy, outcome.detector, outcome.mode, outcome.tenant, repeats
     for loop in reversed(row.loops):
         if loop.name == name:
@@ -205,7 +203,7 @@ def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repea
     request, candidate = exchange.request, find_guard(exchange, outcome)
     caller, known = cut_caller(candidate.values) if candidate is not None else [], UNKNOWN
     for loop in row.loops:
-        if loop.name[:4] == name[:4]:  # the same guard and caller, whose values are kept once
+        if loop.name[:4] == name[:4]:  # loops of one guard and caller share these values
             caller, known = loop.caller, KnownAs(loop.alias, loop.labels, loop.credentials, loop.parts)
     if known is UNKNOWN and candidate is not None:
         known = find_known(candidate)
@@ -240,33 +238,33 @@ def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repea
 
 
 def find_agent(request: HttpRequest, candidate: Guard | None) -> str:
-    """The id that the agent has given itself, unless it identifies the caller, which not everyone may see."""
+    """The agent's self-reported id; empty if it is also a caller's value, which may be confidential."""
     agent = next((value for name in AGENT_HEADERS if (value := request.read_header(name))), "")
     hidden = [] if candidate is None else [value for _, value in candidate.values]
     return "" if agent in hidden else cut_text(agent, NAME_SHOWN)
 
 
 def find_guard(exchange: Exchange, outcome: Outcome) -> Guard | None:
-    """The candidate of an outcome, enforcing or not."""
+    """The guard that produced an outcome."""
     return (exchange.shadow if outcome.mode == "shadow" else exchange.enforcing).find(outcome)
 
 
 def name_repeated(repeat: Repeat | None, fingerprint: str) -> str:
-    """What requests of one loop share: the fingerprint or, because that changes in a cycle, the cycle's tools."""
+    """What identifies a loop: its fingerprint or, for a cycle, whose fingerprint changes, its tools."""
     if repeat is not None and len(repeat.tools) > 1:
         return "\n".join(sorted(repeat.tools))[:PATH_SHOWN]
     return fingerprint
 
 
 def is_widespread(outcome: Outcome) -> bool:
-    """Whether a request is part of an incident, and of no loop of its own."""
+    """Whether an outcome is part of an incident rather than a loop of its own."""
     return outcome.repeat is not None and outcome.repeat.widespread
 
 
 def name_conversation(exchange: Exchange, trace: Sequence[Outcome]) -> tuple[str, str]:
-    """The key of a request's row: the caller, and what distinguishes the conversation.
+    """The key of a request's row: the caller and the conversation.
 
-    All outcomes of a request have one row, so the first detector names the caller, whether it acts or not.
+    All outcomes of a request share a row, so the caller is always that of the first detector, even if it does not act.
     """
     first = trace[0]
     for outcome in trace:
@@ -278,7 +276,7 @@ def name_conversation(exchange: Exchange, trace: Sequence[Outcome]) -> tuple[str
 
 
 def _find_name(exchange: Exchange, *, limited: bool) -> str:
-    """The hash of the name of the request's session, as limits (else detectors) know it, or else the others; empty for none."""
+    """The hash of the session's name, preferably as limits (or else detectors) know it; empty if it has none."""
     named = [each for group in exchange.groups for each in group.active if each.session not in {"", UNNAMED}]
     for candidate in named:
         if isinstance(candidate, SessionGuard) is limited:
@@ -287,7 +285,7 @@ def _find_name(exchange: Exchange, *, limited: bool) -> str:
 
 
 def _find_opening(document: Document | None) -> str:
-    """A digest of how the conversation of a document opens, after `=`; empty if unknown."""
+    """`=` and a digest of the conversation's opening; empty if unknown."""
     if document is None or document.shortened:
         return ""
     try:
@@ -298,12 +296,9 @@ def _find_opening(document: Document | None) -> str:
 
 
 def read_opening(conversation: Conversation) -> bytes:
-    """What the user and the assistant said first, which stays when a conversation grows.
+    """The first words of the user and the assistant, which stay the same as a conversation grows.
 
-    The assistant's turn is left out if nothing has read the transcript.
-
-    Raises:
-        NotCounted: it cannot be read.
+    The assistant's turn is left out if no detector has read the transcript. Raises NotCounted if the user's is unreadable.
     """
     shown = conversation.transcript
     turn = shown.turns[0].hash if isinstance(shown, Transcript) and shown.turns else b""

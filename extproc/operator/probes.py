@@ -1,6 +1,6 @@
-"""What became of the marked requests of `loopguard check-envoy --probe`.
+"""Records the outcome of the marked requests of `loopguard check-envoy --probe`.
 
-A mark is noted only while an operator asks for its probe, and has no other effect, so clients gain nothing by sending one.
+Marks are only recorded while an operator follows their probe, and have no other effect, so sending one gains a client nothing.
 """
 
 # interpreted: notes the requests of `check-envoy --probe`
@@ -15,7 +15,7 @@ from extproc.engine.exchange import Exchange
 from extproc.request.http import HttpRequest
 
 PROBE_HEADER: Final = "x-loopguard-probe"
-"""`ID.NUMBER`: the probe, and the request's number in it."""
+"""`ID.NUMBER`: the probe's id and the request's number."""
 
 _SECONDS: Final = 600
 _MOST_PROBES: Final = 8
@@ -27,7 +27,7 @@ class Probes:
     """The probes that operators follow.
 
     Attributes:
-        open: there is one. Otherwise, requests are not looked at.
+        open: whether there are any. Otherwise, requests are not examined.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Probes:
         self._ends: dict[str, float] = {}
 
     def follow(self, probe: str) -> dict[str, dict[str, Any]]:
-        """What became of a probe's requests, by mark; they are noted for ten minutes from now. May be called by any thread."""
+        """The outcomes of a probe's requests, by mark. Extends the recording to ten minutes from now. Thread-safe."""
         now = monotonic()
         for name, end in list(self._ends.items()):
             if end <= now or (probe not in self._ends and len(self._ends) >= _MOST_PROBES and end == min(self._ends.values())):
@@ -48,14 +48,14 @@ class Probes:
         return {mark: dict(found) for mark, found in seen.copy().items()}
 
     def note_match(self, request: HttpRequest, policies: Sequence[str]) -> None:
-        """Note the policies that match a request, if it is of a probe."""
+        """Note the policies that match a request, if it belongs to a probe."""
         mark = request.read_header(PROBE_HEADER)
         seen = self._find(mark)
         if seen is not None and (mark in seen or len(seen) < _MOST_MARKS):
             seen[mark] = {"matched": list(policies), "counted": [], "left_out": {}}
 
     def note(self, exchange: Exchange) -> None:
-        """Note which policies have counted a request, if it is of a probe, and why others have not."""
+        """Note which policies counted a request, and why others did not, if it belongs to a probe."""
         mark = exchange.request.read_header(PROBE_HEADER)
         seen = self._find(mark)
         found = seen.get(mark) if seen is not None else None
@@ -67,7 +67,7 @@ class Probes:
         found["left_out"] = {**found["left_out"], **dict(exchange.list_uncounted())}
 
     def _find(self, mark: str) -> dict[str, dict[str, Any]] | None:
-        """The requests of a mark's probe; None if no operator follows it."""
+        """The recorded requests of a mark's probe; None if no operator follows it."""
         probe = mark.partition(".")[0]
         if not mark or len(mark) > _LONGEST_MARK or self._ends.get(probe, 0.0) <= monotonic():
             self.open = any(end > monotonic() for end in list(self._ends.values()))

@@ -1,4 +1,4 @@
-"""Events about rows of tables that change. Tables are only read, once a second, so requests are unaffected."""
+"""Events about changes in tables. Tables are polled once a second, so requests do not wait for events."""
 # interpreted: works beside the requests
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from extproc.sessions.limits import write_grant
 from extproc.store.rules.tree import AGENT_LIMITS
 
 QUIET_SECONDS = 60
-"""A loop has ended if none of its requests was acted on for this long; an event about a budget is not repeated before."""
+"""A loop ends after this time without an action. Also the minimum interval between equal events of a budget."""
 
 _DIGITS = 9
 
 
 class RowEvents:
-    """Sends events about a table, given its rows again and again.
+    """Compares a table's rows with the previous look and sends events about changes.
 
     `emit` takes the kind (`events.TYPES`), the policy and the data of an event.
     """
@@ -34,7 +34,7 @@ class RowEvents:
 
 
 class LoopEvents(RowEvents):
-    """Sends events about loops that begin, get another action or end."""
+    """Sends events about loops that begin, escalate or end."""
 
     def look(self, loops: Sequence[Loop], now: float) -> None:
         """Send events about changes since the last look; `now` is in seconds since 1970."""
@@ -79,7 +79,7 @@ def _rank(loop: Loop) -> int:
 
 
 class IncidentEvents(RowEvents):
-    """Sends events about tools that fail for many."""
+    """Sends events about incidents."""
 
     def look(self, incidents: Sequence[IncidentRow]) -> None:
         """Send one event for each incident."""
@@ -104,7 +104,7 @@ class SessionEvents(RowEvents):
     """Sends events about sessions that reach a limit or are killed."""
 
     def look(self, runs: Sequence[Run]) -> None:
-        """Send events about changes since the last look: each limit that a session reaches, and what kills it."""
+        """Send events about limits that sessions have reached, and kills, since the last look."""
         told = {}
         for run in runs:
             known_limit, known_killer = self._told.get(run.name, ("", ""))
@@ -120,7 +120,7 @@ class SessionEvents(RowEvents):
 
     def _describe(self, run: Run) -> dict[str, object]:
         standing, refusal, grant = run.standing, run.refusal, ""
-        if refusal is not None:  # empty if it is not about a tool's own limit, or about agents
+        if refusal is not None:  # `grant` stays empty unless the limit is a tool's own or about agents
             about = refusal.limit, refusal.tool, refusal.used, refusal.allowed
             grant = write_grant(run.name.session, run.name.tenant, *about)
         return {
@@ -150,10 +150,10 @@ class SessionEvents(RowEvents):
 
 
 class BudgetEvents(RowEvents):
-    """Sends events about budgets, each once per caller, rule and minute: a stage, a refusal, or a breaker that opens."""
+    """Sends events about stages, refusals and opened breakers, each once per caller, rule and minute."""
 
     def look(self, rows: Sequence[BudgetRow], now: float) -> None:
-        """Send events about what has happened since the last look; `now` is in seconds since 1970."""
+        """Send events about changes since the last look; `now` is in seconds since 1970."""
         seen = {row.name: (row.refused_at, row.staged_at, row.is_open) for row in rows}
         for row in rows:
             refused_at, staged_at, was_open = self._seen.get(row.name, (0.0, 0.0, False))

@@ -1,7 +1,7 @@
-"""Rows as replicas publish them, how those of several replicas add up, and how many fit into a document.
+"""Rows and documents that replicas publish, how they are merged, and how they are cut to fit on a board.
 
-The annotation of a field says how it adds up: it has a function of both rows and the field's name. A field without one is the
-same on all replicas. New fields go behind the others and have a default, because two versions share a store; unknown ones are
+A field's annotation has the function that merges it, given both rows and the field's name. A field without one is the same on
+all replicas. During an upgrade, two versions share a store, so new fields go last and have a default. Unknown fields are
 skipped.
 """
 # interpreted: msgspec makes its classes
@@ -20,7 +20,7 @@ import msgspec
 from extproc.store.rules.documents import MAX_DOCUMENT
 
 KEPT_SECONDS = 3_600
-"""Rows without requests for longer than this are not shown."""
+"""Rows are shown for this long after their last request."""
 
 _LEAST_CUT = 10
 
@@ -28,12 +28,12 @@ Adding = Callable[[Any, Any, str], Any]
 
 
 def join(how: Callable[[Any, Any], Any]) -> Adding:
-    """Fields that add up by their two values alone."""
+    """Merge a field by a function of its two values."""
     return lambda one, other, field: how(getattr(one, field), getattr(other, field))
 
 
 def newest(by: str) -> Adding:
-    """Fields that are the ones of the row with the greater value of another field."""
+    """Merge a field by taking it from the row with the greater value of field `by`."""
     return lambda one, other, field: getattr(other if getattr(other, by) > getattr(one, by) else one, field)
 
 
@@ -45,13 +45,13 @@ COUNTS = join(lambda one, other: {name: one.get(name, 0) + other.get(name, 0) fo
 
 
 class Row(msgspec.Struct):
-    """A row that several replicas may have; `name` is the same on all of them.
+    """A row that several replicas may have; `name` is its key.
 
-    With `last`, the time of its last request in seconds since 1970, it is shown for KEPT_SECONDS.
+    Rows with `last`, the time of the last request in seconds since 1970, expire after KEPT_SECONDS.
     """
 
     def absorb(self, other: Self) -> None:
-        """Add what another replica knows of the same row."""
+        """Merge another replica's row with the same name into this one."""
         for field, value in [(field, how(self, other, field)) for field, how in _find_adding(type(self))]:
             setattr(self, field, value)
 
@@ -67,7 +67,7 @@ AnyRow = TypeVar("AnyRow", bound=Any)
 
 
 def merge(rows: Iterable[AnyRow]) -> list[AnyRow]:
-    """One row for each name, in order; the given ones stay as they are."""
+    """Merge rows into one per name, in order. The given rows are not changed."""
     merged: dict[Any, AnyRow] = {}
     for row in rows:
         if (known := merged.get(row.name)) is None:
@@ -78,15 +78,15 @@ def merge(rows: Iterable[AnyRow]) -> list[AnyRow]:
 
 
 class Document(Row):
-    """What one replica publishes of a table, or what all of them know: `rows`, and the number `left_out`, for lack of room."""
+    """The `rows` of one replica's table, or of all after merging, and the number `left_out` for lack of space."""
 
-    def pack(self: Any) -> bytes:  # the fields are in the classes below, in an order of their own
+    def pack(self: Any) -> bytes:  # subclasses define the fields, because their order matters
         """Pack as many rows as fit on a board; the last ones are left out."""
         rows = self.rows
         return fit(len(rows), lambda kept: msgspec.structs.replace(self, rows=rows[:kept], left_out=len(rows) - kept))
 
     def finish(self: Any, now: float) -> None:
-        """Merge the rows of several replicas, without those that are too old; `now` is in seconds since 1970."""
+        """Merge the rows of several replicas and drop expired ones; `now` is in seconds since 1970."""
         self.rows = merge([row for row in self.rows if row.last >= now - KEPT_SECONDS])
 
     @classmethod
@@ -101,7 +101,7 @@ class Document(Row):
 
 
 def fit(most: int, make: Callable[[int], object]) -> bytes:
-    """As much of a document as fits on a board, packed; `make` makes it with a number of entries, up to `most`."""
+    """Pack as much of a document as fits on a board; `make(n)` builds it with `n` entries, at most `most`."""
     kept = most
     while True:
         packed = zlib.compress(msgspec.msgpack.encode(make(kept)), 9)

@@ -1,7 +1,7 @@
 """Sessions as replicas publish them; see `rows`.
 
-The replicas share a session's ledger, so the newest counts are right. Its calls are merged from the replicas that let them
-through and those that saw their responses.
+The replicas share a session's ledger, so the newest counts are used. Calls are merged: one replica may have seen the request
+and another its response.
 """
 # interpreted: msgspec makes its classes
 
@@ -17,19 +17,17 @@ from extproc.operator.rows import FIRST, KEPT_SECONDS, MAX, MIN, SUM, Document, 
 
 MAX_CALLS = 64
 MAX_EVENTS = 32
-"""Calls, and refusals and grants, of a session that are shown, the newest; its counts include all."""
+MAX_AGENTS_SHOWN = 64
+"""Maximum calls, events (refusals and grants) and agents shown per session, newest first. The counts include all."""
 
 MAX_DETAILED = 200
-"""Number of sessions, the newest, that are published with their calls; more would not fit on a board."""
-
-MAX_AGENTS_SHOWN = 64
-"""Agents of a session that are shown, the newest; its counts include all."""
+"""Number of sessions, newest first, that are published with calls; more would not fit on a board."""
 
 ACTIVE_SECONDS = 60
 """An agent is shown as active for this long after a request."""
 
 _SKEW = 1.0
-"""Seconds by which clocks of replicas may differ: a call that is older than its session belongs to one that has ended."""
+"""Tolerated clock skew in seconds. Calls older than their session belong to an earlier one with the same name."""
 
 
 def _find_settled(one: CallRow, other: CallRow, field: str) -> Any:  # noqa: ANN401  # a field
@@ -37,19 +35,19 @@ def _find_settled(one: CallRow, other: CallRow, field: str) -> Any:  # noqa: ANN
 
 
 class CallRow(Row, array_like=True):
-    """One request of a session that was let through.
+    """A request that a session's limits let through.
 
     Attributes:
-        name: the step's; replicas tell each other the first bytes of it.
-        at: when it was seen first, in seconds since 1970.
-        tools: that ran before it, whose results it shows.
-        status: of the answer; 0 while that is not known, or where there was none.
-        tokens: as in `Usage`, None where they were not said.
-        refused: another guard refused it after all.
-        model_ms: time that the upstream took, in milliseconds; 0 while that is not known.
-        errors: number of results that are errors.
-        retry: it repeats a step.
-        action: what was done to it, such as `steer` for a note to the model; empty if it was let through as it was.
+        name: name of the step; only a prefix is published.
+        at: when it was first seen, in seconds since 1970.
+        tools: tools that ran before it, whose results it contains.
+        status: status of the response; 0 if unknown or without a response.
+        tokens: as in `Usage`; None if not reported.
+        refused: whether another guard refused it.
+        model_ms: the upstream's time in milliseconds; 0 if unknown.
+        errors: number of tool results that are errors.
+        retry: whether it repeats a step.
+        action: action on it, such as `steer` for a note to the model; empty if it was forwarded unchanged.
     """
 
     name: bytes
@@ -70,12 +68,12 @@ class AgentRow(Row, array_like=True):
     """An agent of a session.
 
     Attributes:
-        name: hash of its name.
-        parent: the same of the agent that started it, according to its first request; empty if the session did.
-        depth: levels below the session; 0 if unknown, because the policy does not limit agents.
-        began: when it was seen first, in seconds since 1970.
-        last: when its newest request came.
-        requests: how many this replica has seen.
+        name: hash of the agent's name.
+        parent: hash of its parent's name, according to its first request; empty if the session started it.
+        depth: level below the session; 0 if unknown because the policy does not limit agents.
+        began: when it was first seen, in seconds since 1970.
+        last: time of its newest request.
+        requests: number of its requests.
         refused: the limit that refused its newest request; empty for none.
     """
 
@@ -88,14 +86,20 @@ class AgentRow(Row, array_like=True):
     refused: Annotated[str, newest("last")] = ""
 
     def is_active(self, now: float) -> bool:
-        """Whether its newest request was let through, and recently; `now` in seconds since 1970."""
+        """Whether its newest request is recent and was not refused; `now` in seconds since 1970."""
         return not self.refused and now - self.last < ACTIVE_SECONDS
 
 
 class SessionRefusal(msgspec.Struct, array_like=True):
-    """What a session was refused for: how much was used of a limit, and allowed by it with all grants; no tool means all.
+    """A refusal by a session limit.
 
-    `agent` is the hash of the agent that sent the request; empty for the session itself.
+    Attributes:
+        at: time in seconds since 1970.
+        limit: name of the limit.
+        used: amount used.
+        allowed: the limit, including grants.
+        tool: the limited tool; empty for all.
+        agent: hash of the agent that sent the request; empty for the session itself.
     """
 
     at: float
@@ -107,21 +111,21 @@ class SessionRefusal(msgspec.Struct, array_like=True):
 
 
 Amounts = list[tuple[str, str, int]]
-"""Limits, or additions to them: the limit, the tool that it is about (empty for all), and how much."""
+"""Limits or grants, each as (limit, tool or empty for all, amount)."""
 
 
 class RunEvent(msgspec.Struct, array_like=True):
-    """A refusal, or a grant.
+    """A series of equal refusals, or a grant.
 
     Attributes:
-        at: when it was noted first, in seconds since 1970.
-        limit: that refused a request; empty for a grant.
-        used: use of that limit, the last time.
+        at: when it was first noted, in seconds since 1970.
+        limit: the limit that refused; empty for a grant.
+        used: amount used at the last refusal.
         allowed: the limit, including grants.
-        tool: the tool that it is about; empty for all.
-        times: in a row.
-        grant: name of a grant.
-        granted: what it grants.
+        tool: the limited tool; empty for all.
+        times: number of consecutive refusals.
+        grant: name of the grant; empty for a refusal.
+        granted: the granted amounts.
     """
 
     at: float
@@ -195,7 +199,7 @@ class SessionDocument(Document, array_like=True):
     left_out: Annotated[int, SUM] = 0
 
     def pack(self) -> bytes:
-        """As much as fits on a board: the oldest sessions lose their calls and agents first, then their rows."""
+        """Pack what fits on a board. The oldest sessions lose their details first, then their rows."""
         rows = self.rows
         bare = [msgspec.structs.replace(row, calls=[], agents=[], events=[]) for row in rows]
 
@@ -211,7 +215,7 @@ class SessionDocument(Document, array_like=True):
 
 
 def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]:
-    """One row for each session that had a request since then, most recent first."""
+    """Merge rows into one per session, most recent first, without sessions whose last request was before `since`."""
     merged = merge([row for row in rows if row.last >= since])
     for row in merged:
         began = row.began - _SKEW
@@ -225,7 +229,7 @@ def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]
 
 
 def merge_events(events: Iterable[RunEvent]) -> list[RunEvent]:
-    """Each event once, oldest first. Every replica notes a grant when it first applies it."""
+    """Events without duplicates, oldest first. Each replica notes a grant when it first applies it."""
     merged: dict[object, RunEvent] = {}
     for event in sorted(events, key=lambda event: event.at):
         merged.setdefault(event.grant or (event.at, event.limit, event.tool), event)
@@ -233,14 +237,14 @@ def merge_events(events: Iterable[RunEvent]) -> list[RunEvent]:
 
 
 def merge_agents(rows: Iterable[AgentRow]) -> list[AgentRow]:
-    """One row for each agent, oldest first; those that are refused make room for others, however many they are."""
+    """Merge rows into one per agent, oldest first. Beyond MAX_AGENTS_SHOWN, refused agents are dropped first."""
     merged = merge(sorted(rows, key=lambda row: row.began))
     kept = {row.name for row in sorted(merged, key=lambda row: (not row.refused, row.last))[-MAX_AGENTS_SHOWN:]}
     return [row for row in merged if row.name in kept]
 
 
 def order_tree(rows: Sequence[AgentRow]) -> list[tuple[int, AgentRow]]:
-    """Agents with their levels below the session, each behind its parent, and once, whatever parents clients claim."""
+    """Agents with their levels, parents before children. Clients may claim circular parents, so each is placed once."""
     known = {row.name for row in rows}
     children: dict[str, list[AgentRow]] = {}
     for row in rows:
@@ -258,6 +262,6 @@ def order_tree(rows: Sequence[AgentRow]) -> list[tuple[int, AgentRow]]:
                 waiting += [(level + 1, child) for child in reversed(children.get(row.name, ()))]
 
     place(children.get("", ()))
-    for row in rows:  # of a circle, the one that came first stands for its root
+    for row in rows:  # the oldest agent of a circle becomes its root
         place([row] if row.name not in placed else [])
     return ordered

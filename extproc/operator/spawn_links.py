@@ -1,7 +1,7 @@
-"""Links sessions that seem to be agents of another one, for reports.
+"""Links sessions to the sessions that seem to have started them as agents, for reports.
 
-Some programs start agents without telling so. What the user said first in such a session was an argument of a tool call in the
-history of the one that has started it.
+Some programs start agents without naming the parent. But the first user message of such a session was an argument of a tool
+call in its parent's history.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from extproc.request.document import Document, NotCounted, open_value
 
 _CALLERS: Final = 256
 _SESSIONS: Final = 64
-"""Callers whose new sessions are remembered until they can be linked, and sessions of each."""
+"""Maximum callers, and sessions of each, that are remembered for linking."""
 
 _SHORTEST: Final = 16
-"""Characters of a task; shorter texts are too often equal by chance."""
+"""Minimum length of a task in characters; shorter texts are too often equal by chance."""
 
 _TEXTS: Final = 16
 _DIGEST: Final = 8
 
 
 class SpawnLinks:
-    """Notices sessions whose first words were an argument of another session's tool call."""
+    """Finds sessions whose first user message was an argument of another session's tool call."""
 
     def __init__(self) -> None:
         self._begun: LRU[str, LRU[bytes, str]] = LRU(_CALLERS)
 
     def note(self, tenant: str, session: str, document: Document, *, begins: bool) -> list[str]:
-        """Note a request of a session that nothing names; returns sessions that it has started, by its newest calls."""
+        """Note a request of a session without a name; returns the sessions that its newest tool calls started."""
         known = self._begun.use(tenant)
         try:
             if begins:
                 if known is None:
                     known = LRU(_SESSIONS)
                     self._begun.put(tenant, known)
-                # Digests of what users have said in a conversation that begins
+                # The user messages of a new conversation
                 spoken = open_conversation(document)
                 texts = [
                     open_value(part.value)
@@ -63,7 +63,7 @@ class SpawnLinks:
 
 
 def _read_newest_arguments(document: Document) -> list[bytes]:
-    """Digests of the texts among the arguments of the calls in the assistant's newest message."""
+    """Digests of the text arguments of the tool calls in the assistant's newest message."""
     for message in open_conversation(document).read_backwards():
         if message.speaker == ASSISTANT:
             return _digest([text for part in message.read_parts() if part.kind == CALL for text in _list_texts(part.value)])

@@ -1,4 +1,4 @@
-"""Which of the operators' orders in force concern what is shown, so that people see them beside it."""
+"""Finds the active overrides that concern a row, to show them with it."""
 # interpreted: works beside the requests
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from extproc.engine.orders import ALL_POLICIES, ActiveOverride
 
 
 class ShownRow(NamedTuple):
-    """What orders may name of a row. Callers' names and values are hashes.
+    """The parts of a row that orders can name. Callers and their values are hashes.
 
     Attributes:
-        callers: names of callers and of their values, aliases.
-        descriptors: hash of each, by name; empty if unknown.
+        callers: hashes of callers and of their single values, and aliases.
+        descriptors: hashes of the caller's values, by name; empty if unknown.
     """
 
     policies: Collection[str]
@@ -27,7 +27,7 @@ class ShownRow(NamedTuple):
 
 
 class OrderIndex:
-    """Orders, each filed by one thing that it names, because there may be thousands of them and of rows."""
+    """Indexes orders by one of their targets, because there may be thousands of orders and of rows."""
 
     def __init__(self, orders: Iterable[ActiveOverride]) -> None:
         self._filed: dict[tuple[str, ...], list[ActiveOverride]] = {}
@@ -58,7 +58,7 @@ NO_ORDERS = OrderIndex(())
 
 
 def concerns(order: ActiveOverride, about: ShownRow) -> bool:
-    """Whether an order may apply to requests of a row."""
+    """Whether an order may apply to a row's requests."""
     target = order.target
     return (
         (order.policy == ALL_POLICIES or order.policy in about.policies)

@@ -1,7 +1,7 @@
-"""A bounded table of what the process has seen recently, for people to look at: loops, sessions.
+"""A bounded table of what this process has seen recently, such as loops and sessions, for operators.
 
-A tenant has at most a tenth of it, so its rows never push out those of others. The event loop alone writes; `copy` is for
-other threads.
+A tenant gets at most a tenth of the rows, so it cannot evict those of others. Only the event loop writes; other threads read
+with `copy`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES_SHOWN: Final = 8
 
 
 def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The names and values of a caller's descriptors, as a row keeps them."""
+    """Truncate the names and values of a caller's descriptors for a row."""
     return [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in values[:NAMES_SHOWN]]
 
 
@@ -33,7 +33,14 @@ def write_time(seconds: float) -> str:
 
 
 class KnownAs(NamedTuple):
-    """What is shown with a caller's name: an alias (empty for none), labels, hashes of its secrets, and its values' names."""
+    """What is shown with a caller's hash.
+
+    Attributes:
+        alias: empty if there is none.
+        labels: names and values.
+        credentials: hashes of secrets.
+        parts: hashes of the single values, if several identify the caller together.
+    """
 
     alias: str
     labels: list[tuple[str, str]]
@@ -45,7 +52,7 @@ UNKNOWN: Final = KnownAs("", [], [], [])
 
 
 def find_known(candidate: Guard) -> KnownAs:
-    """What is shown with the hash of a request's caller."""
+    """What is shown with the hash of a guard's caller."""
     labels, credentials = cut_caller(candidate.labels), candidate.list_credentials()
     return KnownAs(candidate.find_alias(), labels, credentials, candidate.list_parts())
 
@@ -61,29 +68,29 @@ Document = TypeVar("Document")
 
 
 class Table(Generic[AnyRow, Document]):
-    """Rows by key, which begins with the tenant; when full, the least recently used row is dropped."""
+    """Rows by key, which begins with the tenant. When full, the least recently used row is dropped."""
 
     def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
-        """Start empty, with room for `most` rows, of which one tenant may have `share`; for fewer if there is little memory."""
+        """Create an empty table for `most` rows, at most `share` per tenant. Little memory lowers both."""
         self._share = read_memory().scale(share)
         self._rows: LRU[tuple[str, ...], AnyRow] = LRU(read_memory().scale(most))
         self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}
 
     @property
     def changes(self) -> int:
-        """The number of times that a row was used or added."""
+        """The number of uses and additions of rows."""
         return self._rows.uses
 
     def use(self, key: tuple[str, ...]) -> AnyRow | None:
-        """The row, or None."""
+        """The row, marked as recently used, or None."""
         return self._rows.use(key)
 
     def peek(self, key: tuple[str, ...]) -> AnyRow | None:
-        """The row without using it, or None."""
+        """The row, without marking it, or None."""
         return self._rows.peek(key)
 
     def put(self, key: tuple[str, ...], row: AnyRow) -> None:
-        """Keep a new row."""
+        """Add a row."""
         own = self._tenants.get(key[0])
         if own is not None and len(own) >= self._share:
             self._drop(own.find_oldest())
@@ -93,15 +100,15 @@ class Table(Generic[AnyRow, Document]):
         self._tenants.setdefault(key[0], LRU(self._share)).share(key, self._rows)
 
     def make_document(self, *, shows_callers: bool) -> Document:
-        """The table's document for a board; callers' values leave this process only if they may be shown."""
+        """A snapshot for a board. Callers' values are left out unless they may be shown."""
         raise NotImplementedError
 
     def copy(self) -> list[AnyRow]:
-        """All rows as of now, least recently used first; the rows themselves keep changing."""
+        """A list of all rows, least recently used first. The rows themselves are not copied."""
         return [row for _, row in self._rows.items()]
 
     def drop_quiet(self, before: float) -> None:
-        """Forget the rows whose last request came before then, in seconds since 1970."""
+        """Drop rows whose last request was before this time, in seconds since 1970."""
         for key, row in self._rows.items():
             if row.last < before:
                 self._drop(key)
