@@ -1,11 +1,12 @@
-"""What came after the first note of a loop: whether notes help.
+"""Measures whether notes help: how loops continue after their first note.
 
-Clients keep no notes, so a conversation does not show them. But what a detector made of the previous request is known from the
-history without its newest turn. So each request says itself what has just changed, on any replica; nothing is kept of a
-conversation but whether it is followed, in bounded room.
+Clients do not store notes, so a conversation's history does not contain them. But a detector can compute its previous action
+from the history without the newest turn. So each request alone shows what has just changed, on any replica. The only state is
+a bounded table of the conversations that are followed.
 
-An episode begins with a loop's first note, or without it: in shadow, or outside `steer_share`. It ends when the newest turn is
-no part of the loop, with a landing or with a refusal. If none of these comes, the conversation has ended.
+An episode begins when a loop's first note is due. In shadow mode, or outside `steer_share`, no note is sent, which gives a
+control group. An episode ends when the newest turn leaves the loop, with a landing, or with a refusal. Without any of these,
+the conversation has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from extproc.operator.loop_table import find_guard, name_repeated
 from extproc.request.fingerprint import NO_BODY, name_request, write_head, write_query
 
 BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = ("begun", "went_on", "turned_round", "landed", "refused")
-"""A first note was due, the loop continued after it, and the ways in which the episode ended."""
+"""Changes in an episode: its first note was due, the loop continued after it, or one of the ENDS."""
 
 ARMS: Final = ("noted", "not_noted")
 ENDS: Final = (TURNED, LANDED, REFUSED)
@@ -30,7 +31,7 @@ NO_CAUSE: Final = "none"
 
 _MOST_FOLLOWED: Final = 10_000
 _NOTED: Final = frozenset({Action.STEER, Action.THROTTLE})
-"""If a detector steers, its actions against loops that had a note before, or get one now."""
+"""Actions of a steering detector that mean that a loop has a note."""
 
 _ENDING: Final = {Action.LAND: LANDED, Action.REJECT: REFUSED}
 
@@ -39,11 +40,11 @@ class AfterNote(NamedTuple):
     """A change in an episode.
 
     Attributes:
-        outcome: of the request that shows it.
-        repeats: what makes requests parts of the loop, which this one may have left; see `Loop`.
-        fingerprint: of the loop.
+        outcome: the outcome of the request that shows it.
+        repeats: what identifies the loop, which the request may have left; see `Loop`.
+        fingerprint: fingerprint of the loop.
         after: one of AFTER.
-        noted: the conversation gets notes.
+        noted: whether the conversation gets notes.
         cause: a kind of `Cause`, or NO_CAUSE.
     """
 
@@ -56,7 +57,7 @@ class AfterNote(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, str, str, str, str, str]:
-        """Policy, detector, mode, cause, whether there are notes, and what came after."""
+        """Policy, detector, mode, cause, arm and change."""
         outcome = self.outcome
         return outcome.policy, outcome.detector, outcome.mode, self.cause, self.arm, self.after
 
@@ -67,15 +68,15 @@ class AfterNote(NamedTuple):
 
 
 class NoteFollower:
-    """Finds the changes that requests show."""
+    """Finds the changes in episodes that requests show."""
 
     def __init__(self) -> None:
-        # By policy, detector, mode, tenant and node of the chain: whether the conversation is followed from there on. It is not
-        # if its body could not be edited. A request that is sent again is known by its node.
+        # By policy, detector, mode, tenant and node of the chain: whether the conversation is followed from there. It is not
+        # if its body could not be edited. Nodes also identify repeated requests.
         self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(read_memory().scale(_MOST_FOLLOWED))
 
     def follow(self, exchange: Exchange, decision: Decision) -> list[AfterNote]:
-        """Changes that a decided request shows."""
+        """The changes that a decided request shows."""
         found = [self._follow(exchange, outcome) for outcome in decision.trace if may_follow(outcome)]
         return [change for change in found if change is not None]
 
@@ -86,7 +87,7 @@ class NoteFollower:
         now, before, earlier = candidate.detector.find_earlier_actions(outcome)
         if outcome.action in _ENDING:
             now = outcome.action
-        elif now in _ENDING:  # an incident has spared it, or it cannot land
+        elif now in _ENDING:  # spared by an incident, or unable to land
             now = Action.STEER
         after = find_change(now, before, earlier)
         if not after and now not in _NOTED:
@@ -97,7 +98,7 @@ class NoteFollower:
             return None
         repeat, newer, fingerprint = outcome.repeat, 0, outcome.fingerprint
         if after == TURNED and repeat is not None and repeat.before is not None:
-            # The fingerprint of a request with this newest turn
+            # The fingerprint that the previous turn's request had
             compared = repeat.before.compared
             request, sums = exchange.request, NO_BODY.plus(compared)
             query = write_query(request.read_shown_query()) if request.query else ""
@@ -121,7 +122,7 @@ class NoteFollower:
 
 
 def describe_after(counts: Mapping[str, int], active: int | None = None) -> dict[str, int]:
-    """The counts of AFTER, and of episodes without an end; `active`: how many of these are active, if known."""
+    """The counts of AFTER, and of episodes without an end; `active` is the number of active ones, if known."""
     found = {after: counts.get(after, 0) for after in AFTER}
     left = count_open(counts)
     more = {"open_or_ended": left} if active is None else {"open": min(left, active), "ended": max(0, left - active)}
@@ -134,14 +135,14 @@ def count_open(counts: Mapping[str, int]) -> int:
 
 
 def write_after(counts: Mapping[str, int], *, noted: bool) -> str:
-    """The counts in words."""
+    """Write the counts as text."""
     words = ("turned_round", "landed", "refused", "ended", "open", "open_or_ended")
     said = ", ".join([f"{counts[word]:,} {word.replace('_', ' ')}" for word in words if counts.get(word)])
     return f"{'steered' if noted else 'not steered'} {counts[BEGUN]:,}{': ' if said else ''}{said}"
 
 
 def may_follow(outcome: Outcome) -> bool:
-    """Whether a request may show a change: it is acted on, or has left a loop."""
+    """Whether an outcome may show a change: a loop was acted on, or has just ended."""
     repeat = outcome.repeat
     if repeat is None:
         return outcome.action is not Action.ALLOW
@@ -149,7 +150,7 @@ def may_follow(outcome: Outcome) -> bool:
 
 
 def find_change(now: Action, before: Action, earlier: Action) -> str:
-    """What has changed, by the actions due for a request and the two before it; empty for nothing."""
+    """The change, given the actions for this request and the two before it; empty for none."""
     if before not in _NOTED:
         return BEGUN if now in _NOTED and before not in _ENDING else ""
     if now in _ENDING:

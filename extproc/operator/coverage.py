@@ -1,7 +1,7 @@
-"""How much of the matched traffic is guarded, and why the rest is not.
+"""Counts how much of the matched traffic is guarded, and why the rest is not.
 
-What policies count is in the metrics already. This adds what they leave out, by policy, Envoy route and reason: words of the
-operator, none of which a client chooses. A request that all its policies count costs one addition.
+Requests that policies count are in the metrics already. This adds those left out, by policy, Envoy route and reason. None of
+these labels is chosen by a client. A request that all its policies count costs one addition.
 """
 
 from __future__ import annotations
@@ -38,33 +38,32 @@ BY_DESIGN: Final = {
     "no_body": "are replayed from a log without bodies",
     "not_recorded": "are replayed from a log without what the policy needs",
 }
-"""Reasons for leaving out requests on purpose, or because they ended early, and what each says about them."""
+"""Reasons that need no repair, because requests were left out on purpose or ended early, with their texts."""
 
 WINDOW_SECONDS: Final = 900
 _SNAPSHOT_SECONDS: Final = 60
 _MOST_KEYS: Final = 5_000
 
 _Key: TypeAlias = tuple[str, str, str, str, str]
-"""Policy, mode, route, detector and reason; without a policy, about all requests."""
+"""Policy (empty for all requests), mode, route, detector and reason."""
 
 _Counts: TypeAlias = dict[_Key, int]
 
 
 def _name(reason: str) -> _Key:
-    """The key of a count of all requests."""
     return ("", "", "", "", reason)
 
 
 class Coverage:
-    """Counts requests that match a policy, those that match none, and what is left out; only the event loop writes."""
+    """Counts matched, unmatched and left-out requests. Only the event loop writes."""
 
     def __init__(self, decisions: Decisions, now: float, count_lost: Callable[[], Mapping[str, int]] = dict) -> None:
         """Start empty.
 
         Args:
-            decisions: what policies count, which is kept elsewhere.
+            decisions: the metric of requests that policies count.
             now: in seconds since 1970.
-            count_lost: what stores had no room for, by what a row may be about.
+            count_lost: returns counts of lost data, by reason of a row.
         """
         self._count_lost = count_lost
         self.requests = 0
@@ -87,8 +86,8 @@ class Coverage:
             self._add(_name(UNMATCHED_CALLS))
 
     def note(self, exchange: Exchange) -> None:
-        """Note a request that some policy does not count, or not with all of its detectors."""
-        if exchange.enforcing.forbidden is not None:  # refused for that, so it does not pass unguarded
+        """Note a request that some policy did not count, or not with all of its detectors."""
+        if exchange.enforcing.forbidden is not None:  # refused as uncountable, so it does not pass unguarded
             self._add(_name(EXEMPT))
             return
         route = exchange.request.facts.route()
@@ -96,11 +95,11 @@ class Coverage:
         for group in exchange.groups:
             counted = counted or bool(group.active)
             flawed = self._note_group(group, route) or flawed
-        if exchange.plans and (flawed or not counted):  # else it is the rest of one that is counted already
+        if exchange.plans and (flawed or not counted):  # otherwise the second part of a request that was counted with its first
             self._add(_name(PARTLY if counted else UNGUARDED if flawed else EXEMPT))
 
     def _note_group(self, group: Guards, route: str) -> bool:
-        """Count what a group does not count; returns whether some of it should be counted."""
+        """Count the guards that a group left out; returns whether any reason is not by design."""
         mode = "shadow" if group.shadow else "enforce"
         counted = {candidate.plan.id for candidate in group.active}
         left_out = [*group.left_out, *((policy, "", "internal_error") for policy, _ in group.failures)]
@@ -115,7 +114,7 @@ class Coverage:
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 
     def note_crowded(self, policy: str, mode: str) -> None:
-        """Note a request in a session that ends sooner, because its caller has begun too many."""
+        """Note a request in a session that expires early because its caller has too many."""
         self._add((policy, mode, "", "", CROWDED))
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:
@@ -130,7 +129,7 @@ class Coverage:
         counts[key] = counts.get(key, 0) + 1
 
     def roll(self, now: float) -> None:
-        """Once a minute, keep the counts as of `now`, in seconds since 1970, to find out later which are recent."""
+        """Take a snapshot once a minute, from which recent counts are computed. `now` is in seconds since 1970."""
         before = self._before
         if before and now - before[-1][0] < _SNAPSHOT_SECONDS:
             return
@@ -142,13 +141,13 @@ class Coverage:
         """Do nothing, because counts do not expire; see `Table.drop_quiet`."""
 
     def make_document(self, *, shows_callers: bool) -> CoverageDocument:  # noqa: ARG002  # it has none
-        """The counts as they are now: those of the last `WINDOW_SECONDS`, and those since the start."""
+        """A snapshot of the counts of the last `WINDOW_SECONDS` and since the start."""
         began, before = self._before[0]
         rows = [CoverageRow(*key, count - before.get(key, 0), count) for key, count in self._count().items()]
         return CoverageDocument(rows, self._since, time() - began)
 
     def _count(self) -> _Counts:
-        """All counts; other threads call this, too."""
+        """All counts. Thread-safe."""
         counts = self._left_out.copy()
         for (policy, mode, _), number in self._decisions.copy().items():
             key = (policy, mode, "", "", COUNTED)

@@ -1,4 +1,4 @@
-"""How much of the traffic is guarded, as replicas publish it; see `rows`."""
+"""Coverage counts as replicas publish them; see `rows`."""
 # interpreted: msgspec makes its classes
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ CROWDED: Final = "crowded sessions"
 DROPPED: Final = "turns dropped"
 EVICTED: Final = "entries evicted"
 ABSURD: Final = "absurd usage"
-"""What a row may be about, in addition to the reasons of `uncounted_total`."""
+"""Reasons of rows, in addition to those of `uncounted_total`."""
 
 ENFORCES_ON_NONE: Final = "enforces_on_none"
-"""The finding about a share of the callers that is none of them."""
+"""The finding that `enforce_percent` covers none of the callers."""
 
 
 class CoverageRow(Row, array_like=True):
-    """One number.
+    """A count of requests.
 
     Attributes:
-        policy: id; empty for all requests.
-        route: Envoy's name, empty where that is unknown or does not matter.
-        detector: the guard that does not count; empty for all of the policy.
-        reason: one of `uncounted_total`, or what else the row is about.
-        recent: requests of the last minutes.
+        policy: the policy's id; empty for all requests.
+        route: Envoy's route name; empty if unknown or irrelevant.
+        detector: the guard that did not count; empty for the whole policy.
+        reason: a reason of `uncounted_total`, or one of the constants above.
+        recent: requests in the recent window.
+        total: requests since the start.
     """
 
     policy: str
@@ -49,11 +50,11 @@ class CoverageRow(Row, array_like=True):
 
 
 class CoverageDocument(Document, array_like=True):
-    """Numbers, which do not expire.
+    """Coverage counts, which do not expire.
 
     Attributes:
         since: when counting began, in seconds since 1970.
-        seconds: how long ago the recent ones began.
+        seconds: length of the recent window.
     """
 
     rows: Annotated[list[CoverageRow], SUM]
@@ -62,10 +63,10 @@ class CoverageDocument(Document, array_like=True):
     left_out: Annotated[int, SUM] = 0
 
     def pack(self) -> bytes:
-        """See `Document`; the smallest numbers are left out."""
+        """See `Document`; the smallest counts are left out."""
         self.rows.sort(key=lambda row: (bool(row.policy), -row.total))
         return super().pack()
 
-    def finish(self, now: float) -> None:  # noqa: ARG002  # nothing ends
+    def finish(self, now: float) -> None:  # noqa: ARG002  # nothing expires
         """See `Document`."""
         self.rows = merge(self.rows)

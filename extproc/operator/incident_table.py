@@ -1,11 +1,11 @@
-"""Incidents: a tool that fails in the same way for many sessions is the failure of its server, and not a loop of each agent.
+"""Incidents: if a tool fails in the same way for many sessions, its server is at fault, not each agent.
 
-Only loops are looked at whose newest result is an error. They are of one incident if policy, tool and error are equal. It takes
-ENOUGH sessions within minutes, of which a caller counts for MOST_OF_CALLER: so it takes several callers, and none of them can
-spare itself from refusals. As long as the incident lasts, its loops get the strictest action that ends no run; but only
-for LONGEST_SECONDS, after which there is a REST_SECONDS for which they are refused, whatever its callers do.
+Only loops whose newest result is an error are considered. They belong to the same incident if policy, tool and error are equal.
+An incident needs ENOUGH sessions within INCIDENT_SECONDS. A caller counts for at most MOST_OF_CALLER of them, so that it needs
+several callers and none can create one to avoid refusals. During an incident, its loops get the strictest action that does not
+end a run. After LONGEST_SECONDS, its loops are refused for REST_SECONDS.
 
-A caller begins only its share of the rows, as in any table, so it never pushes out what others have begun.
+As in any table, a caller can create only its share of the rows, so it cannot evict those of others.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ REST_SECONDS: Final = 3_600
 _MAX_ROWS: Final = 400
 _MAX_OF_CALLER: Final = 40
 _MOST_CALLERS: Final = 16
-"""Maximum number of callers whose sessions are remembered; these are enough for an incident."""
+"""Maximum callers whose sessions are remembered; more than an incident needs."""
 
 
 class FailingTool:
-    """One tool that fails in one way; it may become an incident.
+    """A tool that fails with a certain error, which may become an incident.
 
     Attributes:
-        last: when a request was part of it, in seconds since 1970.
-        began: when it became an incident the last time; 0 if it never has.
-        standing: there were enough sessions at its last request.
-        requests: that were part of it.
-        spared: of these, the ones that would have been refused.
-        callers, sessions: all of them.
+        last: time of the last affected request, in seconds since 1970.
+        began: start of the newest incident; 0 if there was none.
+        standing: whether there is an incident, as of the last request.
+        requests: number of affected requests.
+        spared: affected requests that would otherwise have been refused.
+        callers, sessions: all affected callers and sessions.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class FailingTool:
         self._recent: dict[str, dict[str, float]] = {}  # by caller: when each session was last part of it
 
     def note(self, caller: str, session: str, now: float, *, refused: bool) -> bool:
-        """Note a request at `now`; returns whether an incident spares it. `refused`: otherwise, it would be refused."""
+        """Note a request at `now`; returns whether an incident spares it. `refused` if it would be refused otherwise."""
         self.last = now
         self.requests += 1
         self.callers.add(caller)
@@ -92,14 +92,14 @@ class FailingTool:
 
 
 class IncidentTable(Table[FailingTool, IncidentDocument]):
-    """The failing tools that one process knows, by first caller, policy, tool and error."""
+    """The failing tools seen by this process, by first caller, policy, tool and error."""
 
     def __init__(self) -> None:
         super().__init__(_MAX_ROWS, _MAX_OF_CALLER)
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}  # by policy, tool and error
 
     def weigh(self, exchange: Exchange, decision: Decision, now: float) -> Decision:
-        """The decision, changed for loops that are part of an incident; `now` is in seconds since 1970."""
+        """The decision, with milder actions for loops in an incident; `now` is in seconds since 1970."""
         enforcing: list[Outcome] = []
         watching: list[Outcome] = []
         found = False
@@ -119,7 +119,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         try:
             failure = candidate.detector.similarity.find_failure(document)
             session = "" if failure is None else _name_session(document, candidate)
-        except NotCounted:  # not all of it can be read
+        except NotCounted:  # the body is partly unreadable
             return outcome
         if failure is None:
             return outcome
@@ -131,7 +131,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         return candidate.detector.be_patient(outcome, repeat)
 
     def find(self, policy: str, failure: ToolFailure, caller: str) -> FailingTool:
-        """The row of a failure; a new one belongs to this caller."""
+        """The row of a failure; a new row counts towards this caller's share."""
         name = (policy, cut_text(failure.tool, NAME_SHOWN), failure.digest)
         key = self._keys.get(name)
         found = self.use(key) if key is not None else None
@@ -161,7 +161,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
 
 
 def _name_session(document: Document, candidate: LoopGuard) -> str:
-    """The session of a request, 16 hex digits: of its name, or else of what its user and its assistant said first."""
+    """The hash of a request's session name, or else of its conversation's opening; 16 hex digits."""
     named = candidate.session.encode()
     if not named:
         conversation = open_conversation(document)

@@ -1,8 +1,8 @@
-"""How many different callers there were, in bounded room: all of them up to a size, an estimate beyond.
+"""Counts distinct hashes in bounded memory: exactly below a size, an estimate beyond.
 
-The k-minimum-values sketch: of hashes that are spread evenly, the k smallest are kept, and how close together they lie says how
-many there were. (Z. Bar-Yossef et al., Counting distinct elements in a data stream, RANDOM 2002; the estimator (k-1)/U(k) is
-unbiased, with a standard error of 1/sqrt(k-2).) Sketches of several replicas are merged without a loss.
+This is the k-minimum-values sketch: it keeps the k smallest of evenly distributed hashes, and their density gives the estimate.
+(Z. Bar-Yossef et al., Counting distinct elements in a data stream, RANDOM 2002; the estimator (k-1)/U(k) is unbiased, with a
+standard error of 1/sqrt(k-2).) Merging the sketches of several replicas loses no accuracy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 SIZE = 512
-"""An estimate is off by 4.4 % (one standard error), one of eight times the size by 1.6 %."""
+"""The standard error of an estimate is 4.4 %. With eight times the size, it would be 1.6 %."""
 
 HASH_DIGITS = 16
 _SPREAD = 2.0 ** (4 * HASH_DIGITS)
@@ -22,7 +22,7 @@ class Sketch:
     """A set of hashes, each 16 hex digits."""
 
     def __init__(self, hashes: Iterable[str] = (), size: int = SIZE) -> None:
-        """Start with these; fewer than `size` are counted exactly."""
+        """Start with these hashes; fewer than `size` are counted exactly."""
         self._size = size
         self._kept: list[str] = []  # ascending
         self._bound = _ABOVE_ALL
@@ -30,7 +30,7 @@ class Sketch:
             self.add(name)
 
     def add(self, name: str) -> None:
-        """Add a hash, which may be known already."""
+        """Add a hash; duplicates are ignored."""
         if name > self._bound:
             return
         kept = self._kept
@@ -44,7 +44,7 @@ class Sketch:
             self._bound = kept[-1]
 
     def list_kept(self) -> list[str]:
-        """The hashes that are kept, to be merged elsewhere."""
+        """The kept hashes, for merging."""
         return self._kept.copy()
 
     @property
@@ -53,7 +53,7 @@ class Sketch:
         return len(self._kept) < self._size
 
     def count(self) -> int:
-        """The number of different hashes, or an estimate."""
+        """The number of distinct hashes, or an estimate."""
         if self.exact:
             return len(self._kept)
         return round((self._size - 1) / ((int(self._bound, 16) + 1) / _SPREAD))

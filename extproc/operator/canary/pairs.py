@@ -1,7 +1,7 @@
-"""Both verdicts about each request: what the enforcing policy made of it, and what its candidate would have.
+"""Compares, for each request, the action of an enforcing policy (live) with that of its shadow policy (the candidate).
 
-The event loop alone counts, in plain numbers; other readers may see a request in one and not yet in another. All of
-it is bounded: policies by `pairings.MAX_PAIRINGS`, callers by their sketches, disagreements by `_MAX_DISAGREEMENTS`.
+Only the event loop writes the counts. Other threads may see a request in one count and not yet in another. Memory is bounded:
+pairs by `pairings.MAX_PAIRINGS`, callers by sketches, disagreements by `_MAX_DISAGREEMENTS`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from extproc.sessions.names import SessionNames
 from extproc.sessions.session_limits import Session
 
 VERDICTS = ("both", "only_live", "only_candidate", "neither")
-"""Which of the two policies acts on a request, by a refusal or a warning."""
+"""Which of the two policies acts on a request, with any action but ALLOW."""
 
 _ALLOW: Final = Action.ALLOW
 _LABELS = ("policy", "canary_of")
 _LIVE_ALONE = ("missed", "only_live")
 
 REFUSALS = ("extra", "already", "missed")
-"""The candidate would refuse what passes today, refuse what is refused anyway, or let pass what live refuses.
+"""Refusals by the candidate that are new or made already, and those by live that it misses.
 
-People read `new`; `extra` is its name in metrics, and for replicas of other versions.
+Reports show `extra` as `new`. Metrics and replicas of other versions use `extra`.
 """
 
 LIVE, CANDIDATE = POLICIES = ("live", "candidate")
@@ -41,7 +41,7 @@ _MAX_DISAGREEMENTS = 64
 SHOWN = 20
 _METHOD = 16
 _TEXT = 128
-"""Maximum length of methods, paths and names of tools to keep, in characters, because clients choose them."""
+"""Maximum length of paths and tool names in characters, because clients choose them."""
 
 _DIGEST = 8
 
@@ -53,9 +53,9 @@ Kind: TypeAlias = tuple[str, str, str, str, str, str]
 
 
 class Disagreements:
-    """The kinds of requests about which two policies disagree most, in bounded room.
+    """The most frequent kinds of disagreement, in bounded memory.
 
-    Space-Saving: a new kind takes the place of the rarest, with its count, by which it may be too high from then on.
+    This is the Space-Saving algorithm: a new kind replaces the rarest and inherits its count, which is its maximum overcount.
     (A. Metwally et al., Efficient computation of frequent and top-k elements in data streams, ICDT 2005.)
     """
 
@@ -72,7 +72,7 @@ class Disagreements:
         self._counts[kind] = (count + 1, over)
 
     def list_most(self) -> list[tuple[Kind, int, int]]:
-        """Kind, count, and by how much the count may be too high; most frequent first."""
+        """(kind, count, maximum overcount), most frequent first."""
         listed = [(kind, count, over) for kind, (count, over) in self._counts.copy().items()]
         return sorted(listed, key=lambda entry: (-entry[1], entry[0]))[:SHOWN]
 
@@ -82,17 +82,17 @@ class Pair:
 
     Attributes:
         since: when the first request could be compared, in seconds since 1970.
-        both, only_live, only_candidate, neither: requests, by which of them does something.
+        both, only_live, only_candidate, neither: compared requests, by which policy acts.
         live_counted: requests that live has counted.
-        compared_with_live: of these, the ones that the candidate has counted as well.
-        refused: compared requests that were refused, by whichever policy.
+        compared_with_live: those that the candidate has counted as well.
+        refused: compared requests that any policy refused.
         extra, already, missed: refusals; see `REFUSALS`.
-        tenants: of compared requests.
-        acting_tenants: those that the candidate acts on already.
-        refused_tenants: of new refusals.
-        refused_sessions: of new refusals, where the request names one.
-        refused_loops: of new refusals: a caller's conversations, or its repeated requests where none is known.
-        after_notes: what came after notes, by `name_after`.
+        tenants: callers of compared requests.
+        acting_tenants: callers that the candidate already acts on.
+        refused_tenants: callers with new refusals.
+        refused_sessions: sessions with new refusals, if named.
+        refused_loops: conversations with new refusals, or repeated requests without a known conversation.
+        after_notes: counts of changes after notes, by `name_after`.
     """
 
     def __init__(self, pairing: Pairing, now: float) -> None:
@@ -127,7 +127,7 @@ class Pair:
     def compare(self, live: Outcome | None, candidate: Outcome, *, refused: bool) -> str:
         """Count one request; returns the disagreement (`extra`, `missed`, `only_live` or `only_candidate`), empty for none.
 
-        `live` is None if that policy did not count the request; `refused` says that some policy refused it.
+        `live` is None if that policy did not count the request; `refused` is whether any policy refused it.
         """
         self.tenants.add(candidate.tenant)
         live_acts = False
@@ -164,7 +164,7 @@ class Pair:
 
 
 class Pairs:
-    """All pairs of the policies in force."""
+    """All pairs of the active policies."""
 
     def __init__(self) -> None:
         """Start without policies."""
@@ -172,7 +172,7 @@ class Pairs:
         self._by_live: dict[str, list[Pair]] = {}
 
     def follow(self, pairings: Sequence[Pairing], now: float) -> None:
-        """Use other policies; unchanged ones keep their counts. `now` is in seconds since 1970."""
+        """Switch to new pairings; unchanged ones keep their counts. `now` is in seconds since 1970."""
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
         pairs = [known.get(pairing) or Pair(pairing, now) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
@@ -185,7 +185,7 @@ class Pairs:
         return list(self._by_candidate.values())
 
     def show(self, metrics: Metrics) -> None:
-        """Make every scrape read the counts."""
+        """Register the counts as metrics."""
         text = "Requests compared by a canary, by which of the two policies acts"
         metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), lambda: self._list_counts(VERDICTS))
         text = "Refusals of a canary: new (its label is extra), made already, or missed"
@@ -199,7 +199,7 @@ class Pairs:
         return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
 
     def compare(self, exchange: Exchange, decision: Decision, *, refused: bool) -> None:
-        """Count a decided request, or the part of it that could be decided; a refused request is not forwarded."""
+        """Count a decided request, or the decided part of one."""
         trace = group_by_policy(decision.trace)
         exchange.trace = trace
         for outcome in trace:
@@ -213,7 +213,6 @@ class Pairs:
             self._count_after(change)
 
     def _count_after(self, change: AfterNote) -> None:
-        """Count what came after a note by a policy of a pair."""
         pairs = [(LIVE, pair) for pair in self._by_live.get(change.outcome.policy, ())]
         if change.outcome.policy in self._by_candidate:
             pairs.append((CANDIDATE, self._by_candidate[change.outcome.policy]))
@@ -223,12 +222,12 @@ class Pairs:
 
 
 def name_after(who: str, arm: str, after: str) -> str:
-    """The name of a count of what came after notes."""
+    """The name of a count in `Pair.after_notes`."""
     return f"{who} {arm} {after}"
 
 
 def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, exchange: Exchange, *, refused: bool) -> None:
-    """Count one request for a pair; there is nothing to compare if the candidate already enforces."""
+    """Count one request for a pair. A candidate that enforces for this caller is not compared."""
     if candidate.mode == "enforce":
         pair.compared_with_live += live is not None
         pair.acting_tenants.add(candidate.tenant)
@@ -246,7 +245,7 @@ def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
 
 
 def _keep_disagreement(pair: Pair, about: str, exchange: Exchange, outcome: Outcome) -> None:
-    """Keep what a person wants to know about a disagreement; `outcome` is that of the policy that acts, or acts more."""
+    """Record a disagreement; `outcome` is that of the policy with the stricter action."""
     request = exchange.request
     tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
     method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
@@ -259,15 +258,15 @@ def _keep_disagreement(pair: Pair, about: str, exchange: Exchange, outcome: Outc
 
 
 def _hash_names(tenant: str, name: str) -> str:
-    """16 hex digits for a tenant's session or conversation; other tenants may use the same name."""
+    """The hash of a tenant's session or conversation, because other tenants may use the same name."""
     return blake2b(f"{tenant}\n{name}".encode("utf-8", "surrogatepass"), digest_size=_DIGEST).hexdigest()
 
 
 def _find_session(pair: Pair, exchange: Exchange, outcome: Outcome) -> str:
-    """The session of a request that a candidate would refuse, 16 hex digits; empty where it names none.
+    """The hash of the session of a request that a candidate would refuse; empty if it names none.
 
-    It is called what it is called elsewhere: by the detector that refuses, by others of the policy, limits of sessions before
-    all, by the enforcing policy, or else by the headers that agents send anyway.
+    The name is the one that the refusing detector uses, else another guard of the policy (session limits first), else the
+    enforcing policy. If none of them looks for sessions, common agent headers are used.
     """
     looking = [each for group in exchange.groups for each in group.active if each.session and each.plan.id in pair.labels]
     if not looking:

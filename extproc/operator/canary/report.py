@@ -1,4 +1,4 @@
-"""The JSON report about canaries, from what the replicas have counted."""
+"""The JSON report about canaries, from the counts of all replicas."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from extproc.operator.table import write_time
 from extproc.policy.pairings import Pairing
 
 _SHOWN_AS = {"extra": "new"}
-"""Words for people, in place of the names in metrics and on boards."""
+"""Names in the report that differ from those in metrics and on boards."""
 
 
 def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, Any]]:
-    """The report about each pair, in the order in which pairs first appear, from the counts of the replicas."""
+    """Report on each pair, in order of first appearance."""
     groups: dict[Pairing, list[State]] = {}
     for state in states:
         groups.setdefault(state.pairing, []).append(state)

@@ -1,4 +1,4 @@
-"""The replicas' counts of canaries on the store's board: each publishes its own, and the one asked collects all."""
+"""Shares canary counts between replicas: each publishes its own on a board in the store, and reports merge all."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from extproc.store.rules.documents import BOARDS
 _LOG = logging.getLogger("loopguard")
 
 _EVERY_SECONDS = 5.0
-"""A replica that is killed loses the counts of this time; one that drains publishes them first."""
+"""Publishing interval. A replica that is killed loses up to this much; a draining one publishes first."""
 
 KEEP_SECONDS = 86_400.0
 """How long the counts of a replica that has stopped are used."""
 
 _REFRESH_SECONDS = 3_600.0
-"""How often unchanged counts are published, so that they do not expire."""
+"""Interval at which unchanged counts are published again, so that they do not expire."""
 
 
 class Sharing:
-    """One replica's part in the counts of all replicas."""
+    """Publishes this replica's counts, and collects those of all replicas."""
 
     def __init__(self, pairs: Pairs, store: Store, replica: str) -> None:
         self._pairs = pairs
         self._store = store
         self._replica = replica
-        self._published: dict[str, tuple[int, float]] = {}  # by identity: how much had been counted, and when that was
+        self._published: dict[str, tuple[int, float]] = {}  # by identity: (requests counted, time)
         self._trouble = ""
 
     async def run(self) -> None:
@@ -44,11 +44,11 @@ class Sharing:
             await self.publish()
 
     async def publish(self) -> None:
-        """Publish changes; if the store is unavailable, log that once, and try again the next time."""
+        """Publish changes. A failure is logged once; the next call tries again."""
         try:
             for pair in self._pairs.list_pairs():
                 await self._publish_pair(pair)
-        except Exception as error:  # noqa: BLE001  # whatever it is, requests are none of its business
+        except Exception as error:  # noqa: BLE001  # must not affect requests
             self._report(str(error))
         else:
             self._report("")
@@ -65,11 +65,11 @@ class Sharing:
 
     def _report(self, trouble: str) -> None:
         if trouble and not self._trouble:
-            _LOG.warning("what canaries count cannot be shared, each replica knows its own", extra=make_extra(error=trouble))
+            _LOG.warning("canary counts cannot be shared, each replica has its own", extra=make_extra(error=trouble))
         self._trouble = trouble
 
     async def collect(self) -> dict[str, list[State]]:
-        """The counts of each replica, by its name; this replica's are always current."""
+        """The counts by replica; this replica's are always current."""
         pairs = self._pairs.list_pairs()
         found = {self._replica: [read_state(pair, time()) for pair in pairs]}
         for pair in pairs:
@@ -89,7 +89,7 @@ def _name_board(pair: Pair) -> str:
 
 
 def _decode_all(documents: Mapping[str, bytes]) -> dict[str, State]:
-    """Decode documents; those that cannot be read, such as another version's, are logged and left out."""
+    """Decode documents; invalid ones, such as those of another version, are logged and left out."""
     states = {}
     for replica, document in documents.items():
         try:

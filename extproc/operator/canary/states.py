@@ -1,4 +1,4 @@
-"""The counts of one replica for a pair, as a document for other replicas, and the sum of several."""
+"""A replica's counts of a canary pair as a document, and merging the documents of all replicas."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COUNTED = (*VERDICTS, *REFUSALS, "uncompared", "refused")
 _COUNTS = (*_COUNTED, *_AFTER)
 _SKETCHES = ("tenants", "refused_tenants", "refused_sessions", "refused_loops")
 _ACTING = "acting_tenants"
-"""A sketch of candidates that act on a share of their callers."""
+"""A sketch that only candidates with `enforce_percent` have."""
 
 _Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, up to the year 5138."""
@@ -32,11 +32,11 @@ class Disagreement(Row):
     """A kind of request about which two policies disagree.
 
     Attributes:
-        about: `extra` or `missed`, refusals; `only_live` or `only_candidate`, anything else.
-        path: of them, without its query.
-        tenant: hash of who sent them.
-        tool: that is called in them, as far as that detector looks at tools.
-        over: by which the count may be too high.
+        about: `extra` or `missed` for refusals; `only_live` or `only_candidate` for other actions.
+        path: the requests' path, without query.
+        tenant: hash of the caller.
+        tool: the repeated tools, if the detector considers tools.
+        over: maximum overcount of `count`.
     """
 
     about: str
@@ -62,14 +62,14 @@ _MOST_FREQUENT = join(lambda one, other: sorted(merge([*one, *other]), key=lambd
 
 
 class State(Row):
-    """What was counted for a pair; replicas of other versions may say more.
+    """The counts of a pair. Other versions may have additional ones.
 
     Attributes:
-        identity: of what both of them say.
+        identity: see `Pairing`.
         since: when the first request could be compared, in seconds since 1970.
-        counts: by name; see `Pair`.
-        sketches: of callers, by name, as base64 of 8 bytes for each hash.
-        percent: as in `Pairing`.
+        counts: counts by name; see `Pair`.
+        sketches: sketches by name, as base64 of 8 bytes per hash.
+        percent: see `Pairing`.
     """
 
     live: str
@@ -123,7 +123,7 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(document: bytes) -> State:
-    """Decode a replica's document; raises LoopguardError if this version does not understand it."""
+    """Decode a replica's document; raises LoopguardError if it is invalid for this version."""
     try:
         return convert_state(msgspec.json.decode(document))
     except msgspec.DecodeError as error:
@@ -142,6 +142,6 @@ def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """Add up the counts of one or more replicas for the same pair."""
+    """Merge the counts of one or more replicas for the same pair."""
     (merged,) = merge(states)
     return merged

@@ -1,4 +1,4 @@
-"""The verdict about a candidate: keep watching, safe or too strict, by what it would newly refuse; flags set the limits."""
+"""The verdict on a candidate, by its new refusals: keep watching, safe or too strict. Flags set the limits."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _parse_share = parse_number(lambda share: 0 <= share < 1, "a number from 0 to be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """When a candidate is safe; each attribute is a flag of `loopguard canary status`."""
+    """The conditions for a safe candidate; each attribute is a flag of `loopguard canary status`."""
 
     min_requests: int = option("1000", _parse_count, "requests that pass today to compare before a verdict", "N")
     max_new_refusals: float = option("0.001", _parse_share, "maximum share of these that a safe canary refuses", "SHARE")
@@ -32,7 +32,7 @@ class Rules:
 
 
 class Bounds(NamedTuple):
-    """A share and its bounds; the share is None while nothing has been seen."""
+    """A share and its bounds; the share is None without data."""
 
     share: float | None
     low: float
@@ -40,10 +40,10 @@ class Bounds(NamedTuple):
 
 
 def find_bounds(part: int, whole: int, confidence: float = 0.95) -> Bounds:
-    """The share of a part, with Wilson's score interval.
+    """The share of a part, with its Wilson score interval.
 
     With p the share, n the whole and z the normal quantile of the confidence: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) /
-    (1 + z^2/n). Unlike the textbook's p +- z sqrt(p(1-p)/n) it says something of p = 0 as well. (E. B. Wilson, Probable
+    (1 + z^2/n). Unlike the normal approximation p +- z sqrt(p(1-p)/n), it is useful for p = 0 as well. (E. B. Wilson, Probable
     inference, the law of succession, and statistical inference, JASA 22, 1927.)
     """
     if not whole:
@@ -57,13 +57,13 @@ def find_bounds(part: int, whole: int, confidence: float = 0.95) -> Bounds:
 
 
 class Evidence(NamedTuple):
-    """What is known of a candidate.
+    """The counts that the verdict depends on.
 
     Attributes:
-        refusals: new ones.
+        refusals: new refusals.
         went_on: compared requests that passed.
-        loops, tenants, sessions: of the new refusals.
-        exact: whether these are counted, not estimated.
+        loops, tenants, sessions: numbers of them with new refusals.
+        exact: whether these are exact, not estimates.
     """
 
     refusals: int
@@ -74,14 +74,14 @@ class Evidence(NamedTuple):
     exact: bool = True
 
     def write(self) -> str:
-        """The loops, in words."""
+        """The number of new loops as text."""
         if not self.loops:
             return "no new loops"
         return f"{'' if self.exact else 'about '}{self.loops:,} new loop{'' if self.loops == 1 else 's'}"
 
 
 class CanaryVerdict(NamedTuple):
-    """One of the three words, the same in a sentence with the loops, and why, in sentences."""
+    """The verdict's word, a summary with the number of new loops, and the reasons as sentences."""
 
     word: str
     summary: str
@@ -89,7 +89,7 @@ class CanaryVerdict(NamedTuple):
 
 
 def judge(evidence: Evidence, rules: Rules) -> CanaryVerdict:
-    """The verdict. Too strict breaks a rule for certain, perhaps at once; safe keeps all of them for certain."""
+    """Judge a candidate: too strict if it certainly breaks a rule, safe if it certainly keeps all of them."""
     word, reasons = _decide(evidence, rules)
     return CanaryVerdict(word, f"{evidence.write()}: {word.replace('_', ' ')}", reasons)
 
@@ -111,9 +111,9 @@ def _decide(evidence: Evidence, rules: Rules) -> tuple[str, list[str]]:
 
 
 def _judge_share(evidence: Evidence, rules: Rules) -> tuple[str, str]:
-    """The verdict by the share of the compared requests that passed and would be refused.
+    """The verdict by the share of passed requests that the candidate would refuse.
 
-    Before the minimum number there is none: the requests of a loop depend on each other, so one stuck agent proves little.
+    A minimum number is required because the requests of a loop are not independent: one stuck agent proves little.
     """
     went_on, limit = evidence.went_on, rules.max_new_refusals
     allowed = f"of the requests that pass today; the limit is {limit:.3%}"

@@ -405,7 +405,7 @@ def test_replica_without_store_reports_its_own_counts(caplog: pytest.LogCaptureF
     asyncio.run(sharing.publish())
 
     assert [state.compared for state in asyncio.run(sharing.collect())["one"]] == [2]
-    assert caplog.text.count("what canaries count cannot be shared") == 1
+    assert caplog.text.count("canary counts cannot be shared") == 1
 
 
 # --- The verdict
