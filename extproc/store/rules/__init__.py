@@ -1,17 +1,17 @@
-"""What a store keeps, and the rule by which each kind of state changes: in Python and, for Redis and Valkey, in Lua.
+"""The kinds of state in a store, and the rule by which each changes: in Python and, for Redis and Valkey, in Lua.
 
 | rule | state | its value in Redis |
 |---|---|---|
 | `tally` | a count in a window, `sliding_ttl` or `fixed` | packed |
 | `sliding_log` | the times of the requests in a window | a list of decimal numbers, the end of the cooldown first |
 | `ring` | the newest entries of a key | packed |
-| `chain` | a conversation, recognized by what its requests show | packed |
-| `take_back` | takes back requests that their upstream failed | those of `tally`, `sliding_log` and `chain` |
-| `session` | what a session has used up, and the number of sessions of a tenant | packed |
-| `tree` | the agents below a session; asked by `session` in the same step | packed |
-| `root` | the root session of an agent that names only its parent; asked by `roots` and `session` | a version and a digest |
+| `chain` | a conversation, recognized by the history in its requests | packed |
+| `take_back` | removes requests whose upstream failed | those of `tally`, `sliding_log` and `chain` |
+| `session` | the usage of a session, and the number of sessions of a tenant | packed |
+| `tree` | the agents below a session; a part of `session` | packed |
+| `root` | the root session of an agent that names only its parent; a part of `roots` and `session` | a version and a digest |
 | `budget` | buckets, periods of the calendar, and breakers that open at a rate of spending | packed |
-| `documents` | documents by name, each until its end | a sorted set, a hash and a string |
+| `documents` | named documents with an expiry | a sorted set, a hash and a string |
 
 The Python of `tally` and `sliding_log` is in `windows.py`; the other modules have the rules' names.
 

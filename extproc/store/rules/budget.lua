@@ -1,14 +1,15 @@
--- budget: what callers may use in a time: buckets, periods of the calendar, and breakers that open at a rate of spending.
+-- budget: budgets of callers: buckets, periods of the calendar, and breakers that open at a rate of spending.
 --
--- KEYS     one or more keys of budgets, all in one hash slot, and behind that of a marked settlement the key of its marker
+-- KEYS     one or more keys of budgets, all in one hash slot; the key of a settlement's marker follows that of its budget
 -- ARGV     for each budget, or once if they are the same for all, nine integers: joined (1: it belongs to the group of the
---          budget before it, 2: a settlement that has a marker), kind (0 bucket, 1 period, 2 breaker), amount, limit, rate, span, offset, start (-1: take; else settle),
---          now_ms (-1: the server's clock)
+--          budget before it, 2: a settlement that has a marker), kind (0 bucket, 1 period, 2 breaker), amount, limit, rate,
+--          span, offset, start (-1: take; else settle), now_ms (-1: the server's clock)
 -- returns  one string, for each budget six integers of 1, 1, 8, 8, 8 and 8 bytes, big-endian: granted (1 or 0), fits (1 or 0),
 --          left, wait in ms (-1: never), start, reset in ms; for a settlement 1, or 0 if its marker was set, and zeros
 --
 -- The takes of a group are all granted, or none is. A key's value is a version and the state of budget.py, packed: two integers,
--- four for a breaker. That of a marker is a version and the time at which it was set. The value decides; the key's own expiry only collects garbage. The arithmetic is that of budget.py.
+-- four for a breaker. A marker's value is a version and the time at which it was set. The value decides; the key's own expiry
+-- only collects garbage. The arithmetic is that of budget.py.
 
 local VERSION = 1
 local SHORT, LONG, ANSWER = '>Bi8i8', '>Bi8i8i8i8', '>BBi8i8i8i8'

@@ -1,17 +1,17 @@
-"""Budgets of a caller: the rules of `budget.lua`. Amounts are integers, in units that the caller of the store chooses.
+"""Budgets of a caller: the rules of `budget.lua`. Amounts are integers, in any unit.
 
 - `BUCKET`: a level that rises by `rate` each millisecond, up to `limit`; a request takes its cost (state: level, time).
-- `PERIOD`: what was used in a period of the calendar, up to `limit` (state: start of the period, used).
-- `BREAKER`: what was spent in this minute and in the one before, which counts by its part in the last 60 seconds. The request
-  with which their sum reaches `limit` opens it for `span` (state: minute, spent, spent before, open until).
+- `PERIOD`: usage in a period of the calendar, up to `limit` (state: start of the period, used).
+- `BREAKER`: spending in the last 60 seconds: that of this minute, and a share of that of the minute before. The request that
+  brings it to `limit` opens the breaker for `span` (state: minute, spent, spent before, open until).
 
-The takes of one request form a group: if one of them does not fit, none is taken. A request whose cost turns out to be another
-is settled, also below zero, in the bucket or in the period from which it was taken. What was taken from a period that is over
-is not settled: it has no effect any more. A settlement may come more than once, and to several replicas, because Envoy sends
-access log entries again; its marker, a value that is kept for `MARKED_MS`, makes it count once.
+The takes of one request form a group: if one of them does not fit, none is taken. When the actual cost is known, a
+settlement corrects the bucket or the period from which it was taken, even below zero. The settlement of a period that is
+over has no effect. A settlement may arrive more than once, and at several replicas, because Envoy sends access log entries
+again. Its marker, which is stored for `MARKED_MS`, makes it count once.
 
-A clock may be set back, or may be behind on another server after a failover. Then a bucket does not rise for the time that is
-lost, a period that has not begun goes on, and a breaker is open no longer than `span`.
+A clock may be set back, or may be behind on another server after a failover. Then a bucket does not rise for the lost time, a
+period that begins in the future stays the current one, and a breaker is open no longer than `span`.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ BREAKER: Final = 2
 ALONE: Final = 0
 JOINED: Final = 1
 MARKED: Final = 2
-"""How a take belongs to the one before it, for the script: not at all, in one group; or it is a settlement with a marker."""
+"""For the script: a take in a group of its own, or in the group of the take before it; or a settlement with a marker."""
 
 SERVER_CLOCK: Final = -1
-"""In place of the time."""
+"""In place of the time: use the server's."""
 
 MINUTE: Final = 60_000
 YEAR: Final = 31_536_000_000
 GARBAGE_MS: Final = 1_000
-"""State is kept for this many milliseconds longer than it matters."""
+"""State expires this many milliseconds later than it could."""
 
 FOREVER: Final = -1
-"""A time that does not come: when a breaker closes that only an operator closes, or when a request fits that is too large."""
+"""A time that never comes: the end of a breaker that only an operator closes, or of the wait of a request that is too large."""
 
 MARKED_MS: Final = 300_000
-"""How long a settlement is remembered, in milliseconds: entries of the access log come again within seconds."""
+"""How long a settlement is remembered, in milliseconds: access log entries are sent again within seconds."""
 
 LOWEST: Final = -3_000_000_000_000_000
 """A level does not fall below this, so that all sums stay exact in the numbers of Lua."""
 
 MAX_RAISED: Final = 3_000_000_000_000_000
-"""No order raises a limit above this, for the same reason."""
+"""No override raises a limit above this, for the same reason."""
 
 HIGHEST: Final = 4_000_000_000_000_000
-"""Nor does what was used rise above this."""
+"""Usage does not rise above this, for the same reason."""
 
 BudgetState: TypeAlias = tuple[int, int, int, int]
 """The state of all kinds; the last two are 0 except for `BREAKER`. Times are in milliseconds since 1970."""
 
 UNUSED: Final[BudgetState] = (0, -1, 0, 0)
-"""The state of a budget of which nothing was used: what is second is a time or an amount, so never negative."""
+"""The state of an unused budget. In others, the second number is a time or an amount, so never negative."""
 
 
 class Take:
-    """What a request is to take from one budget, or what it gives back; never changed.
+    """The take of a request from one budget, or its settlement; never changed.
 
     Attributes:
         key: the budget's key; like all keys, it ends in two hex digits.
         kind: BUCKET, PERIOD or BREAKER.
-        amount: the cost. In a settlement, what was taken too much, negative if it was too little.
-        limit: the most that the bucket holds, that may be used in the period, or the rate that opens the breaker.
-        rate: of a bucket, each millisecond.
-        span: length of the period, or how long the breaker stays open, in milliseconds; 0 for until an operator closes it.
+        amount: the cost. In a settlement, the excess that was taken, negative if it was too little.
+        limit: capacity of the bucket, maximum usage in the period, or the spending in a minute that opens the breaker.
+        rate: by which a bucket rises each millisecond.
+        span: length of the period, or how long the breaker stays open, in milliseconds; 0 if only an operator closes it.
         offset: when the first period began, in milliseconds since 1970.
         start: in a settlement, the start in the answer to the take; else -1.
         marker: key of a settlement's marker, in the same hash slot; empty if it cannot come twice.
-        lifetime_ms: how long the state of such a budget matters at most, in milliseconds, unless it is below zero.
-        arguments: `list_arguments` of a take that is alone, if it has some in common with others; else empty.
+        lifetime_ms: maximum lifetime of the state, in milliseconds, unless its level is negative.
+        arguments: precomputed `list_arguments` of a take that is `ALONE`; or empty.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -89,7 +89,7 @@ class Take:
         lifetime_ms: int = 0,
         arguments: tuple[int, ...] = (),
     ) -> None:
-        """Without a lifetime, it is worked out."""
+        """Compute the lifetime unless it is given."""
         if lifetime_ms:
             self.lifetime_ms = lifetime_ms
         elif kind == BUCKET:
@@ -113,34 +113,34 @@ class Take:
         return self.start >= 0
 
     def share(self, replicas: int) -> Take:
-        """The same for one of several replicas without a store: each has a part of the limit, but room for this request."""
+        """This take for one of several replicas without a store: each has a share of the limit, and room for this request."""
         least = self.amount + 1 if self.kind == BREAKER else max(1, self.amount)
         limit = min(self.limit, max(self.limit // replicas, least))
         rate = max(min(1, self.rate), self.rate // replicas)
         return Take(self.key, self.kind, self.amount, limit, rate, self.span, self.offset)
 
     def raise_limit(self, amount: int) -> Take:
-        """The same for a caller whose limit is higher by this amount for a while."""
+        """This take with its limit raised by `amount`."""
         limit = min(max(self.limit, MAX_RAISED), self.limit + amount)
         return Take(self.key, self.kind, self.amount, limit, self.rate, self.span, self.offset, self.start, self.marker)
 
     def settle(self, amount: int, start: int, call: str = "") -> Take:
-        """The settlement of a take: this much was taken too much. `call` names the take; without it, nothing is remembered."""
+        """The settlement that gives back `amount`. `call` names the take; without it, there is no marker."""
         marker = f"settled1:{call}:{self.key[-2:]}" if call else ""
         return Take(self.key, self.kind, amount, self.limit, self.rate, self.span, self.offset, start, marker)
 
 
 class Taken:
-    """The answer to a take. Of the answer to a settlement, only `granted` matters.
+    """The answer to a take. For a settlement, only `granted` has a meaning.
 
     Attributes:
-        granted: it was taken, and so was all else in its group; or it was settled, for the first time.
+        granted: all takes of the group were granted; or the settlement is not a duplicate.
         fits: this budget had room for it.
-        left: what is left of the budget, after the take if it was granted; negative if more was used.
+        left: the rest of the budget, after the take if it was granted; negative if more was used.
         wait_ms: until it would fit, in milliseconds: 0 if it fits, `FOREVER` if it never does.
         start: for the settlement: the start of the period or minute, and the time for a bucket.
-        reset_ms: until the budget is whole again, or its next period begins, in milliseconds.
-        here: the question that this process has answered itself, because the store was unavailable; else None.
+        reset_ms: until the budget is full again, or its next period begins, in milliseconds.
+        here: the take, if this process answered it because the store was unavailable; else None.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -215,7 +215,7 @@ def _begin_minute(state: BudgetState, take: Take, now: int) -> BudgetState:
 
 
 def find_rate(state: BudgetState, now: int) -> int:
-    """What was spent in the last minute, of which the part in the minute before is an estimate; rounded down."""
+    """The spending in the last 60 seconds, rounded down; the share of the minute before is an estimate."""
     minute, spent, before, _ = state
     left = MINUTE - max(0, now - minute)
     return spent + before // MINUTE * left + before % MINUTE * left // MINUTE
@@ -234,7 +234,7 @@ def _check_breaker(state: BudgetState, take: Take, now: int) -> tuple[BudgetStat
 
 
 def check(state: BudgetState, take: Take, now: int) -> tuple[BudgetState, Taken]:
-    """Whether an advanced budget has room for a take; the state differs if a breaker opens. `granted` is yet to be set."""
+    """Whether an advanced budget has room for a take; the state differs if a breaker opens. `granted` is set later."""
     if take.kind == BREAKER:
         return _check_breaker(state, take, now)
     if take.kind == BUCKET:
@@ -279,7 +279,7 @@ def is_marked(marked: int, now: int) -> bool:
 
 
 def find_lifetime(state: BudgetState, take: Take, now: int) -> int:
-    """How long the state matters, in milliseconds."""
+    """How long the state is needed, in milliseconds."""
     if take.kind == BUCKET:
         lasts = -(-(take.limit - state[0]) // take.rate)
     elif take.kind == PERIOD:

@@ -1,14 +1,15 @@
--- chain: a turn of each of several conversations that are known by what they show.
+-- chain: adds a turn to each of several conversations, which are identified by the history in their requests.
 --
--- KEYS     for each turn, all in one hash slot: its node, what the caller takes up, the suffix of the turn before, that of the
---          turn, and the nodes that may be its parent, the longest history first; the node's stands in place of a missing suffix.
---          A turn may come with its first key alone: then it begins a conversation, and nothing is charged
--- ARGV     for each turn, or once where they are the same for all, ten values: the node (8 bytes), the number of parents, how many
---          of these are near, which suffixes there are (1 or 0 for each), the entry, ttl_ms, most (bytes), the fresh name,
---          now_ms (-1: the server's clock)
--- returns  for each turn a byte of flags (1 whole, 4 dropped), and its conversation's entries, each with a byte for its length
+-- KEYS     for each turn, all in one hash slot: its node, the caller's usage, its parent's suffix and its own (the node's key if
+--          there is none), and its possible parents, longest history first. A single turn may come with its first key only; then
+--          it begins a conversation, and nothing is charged
+-- ARGV     for each turn, or once if they are the same for all, ten values: the node (8 bytes), the number of parents, how many
+--          of these are near, whether there is a suffix of the parent and of the node (1 or 0 for each), the entry, ttl_ms, most
+--          (bytes), the fresh name, now_ms (-1: the server's clock)
+-- returns  for each turn a byte of flags (1 whole, 4 dropped, 8 named), the name if there is one, and its conversation's entries,
+--          each with a byte for its length
 --
--- The formats and the rules are those of chain.py, and so are the names here. The value decides; the key's own expiry only
+-- Formats, rules and names are those of chain.py. The value decides; the key's own expiry only
 -- collects garbage.
 
 local VERSION = 2
@@ -27,7 +28,7 @@ local function has(flags, flag) return math.floor(flags / flag) % 2 == 1 end
 
 local function get(key)
   local value = redis.pcall('GET', key)
-  if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
+  if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
   return type(value) == 'string' and value or ''
 end
 
@@ -84,7 +85,7 @@ local function count_entries(entries) -- and where the last begins
   return kept, newest
 end
 
-local function find_name(node, parent, before, is_root, entry, fresh) -- whether it comes to the node now, and whether it is a fork
+local function find_name(node, parent, before, is_root, entry, fresh) -- and whether it reaches the node now, and is a fork
   if parent and parent.names ~= '' then return string.sub(parent.names, 1, NAME), true end
   local link = not parent and before or nil
   if link and link.names ~= '' then return string.sub(link.names, 1, NAME), true end
@@ -126,7 +127,7 @@ local function leave_common(one, other)
   return table.concat(kept)
 end
 
-local function is_again(node, base, entry)
+local function is_retry(node, base, entry)
   if not base or base.runs == 0 then return true end
   return node.retries < MAX_RETRIES and leave_common(node.entries, add(base.entries, entry)) == node.entries
 end
@@ -191,7 +192,7 @@ local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, 
       node, begins = make(WHOLE, 0, id, id, ''), true
       node.life = first
     end
-  elseif node and (forks or is_again(node, base, entry)) then
+  elseif node and (forks or is_retry(node, base, entry)) then
     shown = not forks and repeat_turn(node, before, entry) or nil
   else
     local stood = node

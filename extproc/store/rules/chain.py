@@ -1,15 +1,19 @@
-"""Chains: conversations identified by the history that requests show, a ring of entries at each point; the rule of `chain.lua`.
+"""Chains: conversations without names, identified by the history in their requests; the rule of `chain.lua`.
 
-A request shows a number of assistant messages. Its node stands for all of them. Its parent is the longest known node of
-those that stand for all but the newest; but if only nodes from before the previous turn are known, its link goes first. A
-node has the entries of all requests on the way to it, copied from its parent, so conversations that branch share only what
-they have in common. Conversations that are equal so far share one node, which counts them; each child takes over one of
-them. An entry is empty if its result differs between these conversations.
+- A **node** stands for all assistant messages in the history of a request. It has the entries of all requests up to there,
+  copied from its parent, so branches share only what they have in common.
+- Its **parent** is the node with the longest known history without the newest messages.
+- A **suffix** stands for the last two assistant messages of a node. It continues a conversation whose client drops the
+  oldest messages, so that no parent is known. It takes precedence over parents from before the previous turn. It is
+  ambiguous if several conversations end alike.
 
-If names are requested, each conversation has one. A request without history gets a fresh name, which waits at its node. A child
-takes over the oldest name that waits at its parent, or else at its link. If none waits there, an equal request is a retry: it
-gets the names that wait at its node, in turn. Any other request begins a conversation with a fresh name. If several
-conversations end alike, and nothing else is known, there is no name.
+Conversations that are equal so far share one node, which counts them in `runs`; each child takes over one of them. An entry is
+empty if its result differs between these conversations.
+
+If names are requested, each conversation has one. A request without history gets a fresh name, which is queued at its node.
+A child takes the oldest name in the queue of its parent, or else of its suffix. If both are empty, an equal request is a
+retry: it gets the names in the queue of its node, in turn. Any other request begins a conversation with a fresh name. If
+only an ambiguous suffix is known, there is no name.
 """
 
 from __future__ import annotations
@@ -25,13 +29,13 @@ MAX_RETRIES: Final = 3
 _MAX_RUNS: Final = 255
 
 CUT_MS: Final = 120_000
-"""How long a node is kept after all of its conversations have left it: one may return."""
+"""Lifetime of a node after all of its conversations have left it, because one may return."""
 
 FIRST_MS: Final = 600_000
-"""How long a node is kept that may never have a child: a conversation's first, or one in a window of messages."""
+"""Lifetime of a node that may never have a child: the first of a conversation, or one without a known parent."""
 
 MAX_NAMES: Final = 32
-"""Maximum number of names that wait at a node; the newest are kept."""
+"""Maximum number of names in the queue of a node; the oldest are dropped."""
 
 OVERHEAD: Final = 128
 """Bytes that a caller is charged for a key, beside its value."""
@@ -51,20 +55,20 @@ _NONE: Final = bytes(_NAME)
 
 
 class ChainLink(NamedTuple):
-    """One turn of a conversation that has no name; all keys end in the two hex digits that the caller's other keys end in.
+    """One turn of a conversation; all keys end in the same two hex digits as the caller's other keys.
 
     Attributes:
-        key: of the request's node.
-        parents: keys of nodes without the newest assistant messages, longest history first; none for a request that shows none.
+        key: key of the request's node.
+        parents: keys of possible parents, longest history first; empty for a request without history.
         near: how many of these lack only messages of the newest turn.
-        before: key of the parent's last two assistant messages; empty where it has fewer.
-        own: key of the node's last two; empty where it has fewer.
-        usage: key of what the caller takes up.
-        node: 8 bytes that tell the node from others.
-        entry: up to 64 bytes, or 8 if names are asked for; none of a request that shows no assistant message.
-        ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
-        most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
-        fresh: 8 bytes, the name of the conversation if it begins here; empty where no names are asked for.
+        before: key of the parent's suffix; empty if it has fewer than two messages.
+        own: key of the node's suffix; empty if it has fewer than two messages.
+        usage: key of the caller's memory usage.
+        node: 8 bytes that identify the node.
+        entry: up to 64 bytes, or 8 if names are requested; not used for a request without history.
+        ttl_ms: lifetime of a conversation after its last request, in milliseconds.
+        most: bytes that the caller may use for new conversations in `FIRST_MS`, and as many for continuing others.
+        fresh: 8 bytes, the name of the conversation if it begins here; empty if no names are requested.
     """
 
     key: str
@@ -81,13 +85,13 @@ class ChainLink(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """What a chain answers.
+    """The conversation to which a turn was added.
 
     Attributes:
-        entries: of the conversation, the oldest first, the new one included.
-        whole: they are all that there were since its first request, up to `MAX_ENTRIES`.
-        dropped: nothing was kept, because the caller takes up too much.
-        name: of the conversation, 8 bytes; empty where nothing tells which it is, or no names are asked for.
+        entries: its entries, oldest first, including the new one.
+        whole: whether these are complete since its first request, up to `MAX_ENTRIES`.
+        dropped: nothing was stored, because the caller uses too much memory.
+        name: 8 bytes; empty if it is unknown, or if no names are requested.
     """
 
     entries: list[bytes]
@@ -97,21 +101,21 @@ class Trail(NamedTuple):
 
 
 class _Knot:
-    """What stands at a node, or at a suffix.
+    """The state of a node, or of a suffix.
 
     Attributes:
         flags: whether it is whole, or ambiguous.
         last: when it was written, in milliseconds.
-        life: until it is forgotten, in milliseconds.
-        depth: entries on the way here.
-        conversation: to which it belongs.
-        writer: the node; of a node itself, its own.
-        next: the child that goes on with the conversation; others begin one.
-        runs: conversations that stand here and have not gone on.
-        retries: so far.
-        name: the newest that came here.
-        names: those that wait for a child, the oldest first.
-        entries: each with a byte for its length before it.
+        life: its lifetime after that, in milliseconds.
+        depth: number of all entries up to here.
+        conversation: the node at which its conversation began.
+        writer: the node that wrote it; itself for a node.
+        next: the child that continues the conversation; other children begin one.
+        runs: number of conversations that have reached it and not left it.
+        retries: number of retries.
+        name: the newest name that reached it.
+        names: the queue of names for children, oldest first.
+        entries: the entries, each with a byte for its length before it.
     """
 
     def __init__(self, flags: int, depth: int, conversation: bytes, writer: bytes, entries: bytes) -> None:
@@ -149,13 +153,13 @@ class _Knot:
         self.runs = min(self.runs + 1, _MAX_RUNS)
 
     def give(self, name: bytes) -> None:
-        """Add a name, or note that it is here again."""
+        """Add a name as the newest of the queue."""
         self.take(name)
         self.name = name
         self.names = (self.names + name)[-MAX_NAMES * _NAME :]
 
     def take(self, name: bytes) -> bool:
-        """Remove a name that goes on from here, if it is here."""
+        """Remove a name from the queue; returns whether it was there."""
         for at in range(0, len(self.names), _NAME):
             if self.names[at : at + _NAME] == name:
                 self.names = self.names[:at] + self.names[at + _NAME :]
@@ -183,16 +187,16 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     ours = b""
     if not asked.parents:
         node = _begin(node, asked)
-    elif node is not None and (forks or _is_again(node, before if linked else parent, asked.entry)):
+    elif node is not None and (forks or _is_retry(node, before if linked else parent, asked.entry)):
         ours = b"" if forks else _repeat(node, before, asked)
     else:
-        node, ours, begins, changed = _go_on(node, parent_key, parent, before, asked, now)
+        node, ours, begins, changed = _advance(node, parent_key, parent, before, asked, now)
     node.add()
     if comes:
         for key, knot in ((parent_key, parent), (asked.before, before)):
             if knot is not None and knot.take(name):
                 changed[key] = knot
-    if name and (comes or node.names):  # those that wait here have retries in turn
+    if name and (comes or node.names):  # the names in the queue take turns at retries
         node.give(name)
     node.last = now
     changed[asked.key] = node
@@ -210,7 +214,7 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
 
 
 def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _Knot | None]:
-    """The first of these keys that has a node, and the node; None if there is none."""
+    """The first of these keys with a node, and the node; None if there is none."""
     for key in parents:
         knot = _read(read, key, now)
         if knot is not None:
@@ -219,7 +223,7 @@ def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _
 
 
 def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool, bool]:
-    """The name of a request's conversation, empty if unknown; whether it reaches the node now; and whether it is a fork."""
+    """The name of the conversation, empty if unknown; whether it reaches the node now; and whether the request is a fork."""
     if parent is not None and parent.names:
         return parent.names[:_NAME], True, False
     link = before if parent is None else None
@@ -243,20 +247,20 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
     return node
 
 
-def _is_again(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
-    """Whether a request whose node exists is a retry; otherwise, another conversation, equal so far, reaches the node."""
+def _is_retry(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
+    """Whether a request whose node exists is a retry, not another conversation that is equal so far."""
     if base is None or base.runs == 0:
         return True
     return node.retries < MAX_RETRIES and _leave_common(node.entries, _add(base.entries, entry)) == node.entries
 
 
-def _go_on(  # noqa: PLR0913  # all that is known
+def _advance(  # noqa: PLR0913  # all that is known
     stood: _Knot | None, parent_key: str, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
 ) -> tuple[_Knot, bytes, bool, dict[str, _Knot]]:
-    """Continue a conversation, or begin one that is seen for the first time.
+    """Continue a conversation, or begin one.
 
     Returns:
-        its node, the entries that are its own, whether it begins there, and what else has changed.
+        its node, its own entries, whether it begins there, and the other changed values by key.
     """
     claims = parent is not None and parent.runs > 0
     linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
@@ -291,14 +295,14 @@ def _go_on(  # noqa: PLR0913  # all that is known
 
 
 def _leave_common(one: bytes, other: bytes) -> bytes:
-    """The entries that two conversations at one node have in common; entries that differ become empty."""
+    """The entries of two conversations at one node, from the newest back; entries that differ become empty."""
     pairs = zip(split_entries(one)[::-1], split_entries(other)[::-1], strict=False)
     kept = [entry if entry == others else b"" for entry, others in pairs]
     return b"".join([bytes((len(entry),)) + entry for entry in kept[::-1]])
 
 
 def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
-    """Note a request that was there before; returns its entries."""
+    """Count a retry or, after `MAX_RETRIES`, another turn at the same node; returns the entries."""
     if node.retries < MAX_RETRIES:
         node.retries += 1
         *older, newest = split_records(node.entries, 0) or [b""]  # a conversation's first node has none
@@ -318,7 +322,7 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
 
 
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
-    """The value for the last two messages of a node; ambiguous if several conversations end with them."""
+    """The new suffix of a node; ambiguous if several conversations end alike."""
     mine = old is not None and old.writer == asked.node
     if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
         return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
@@ -332,7 +336,7 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
 def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
     """Charge the caller for this many bytes; returns False if that is too much."""
     most = asked.most
-    if not begins:  # it replaces its parent, which goes after a while
+    if not begins:  # it replaces its parent, which expires after CUT_MS
         cost, most = cost * CUT_MS // FIRST_MS, 2 * most
     life: int
     value = read(asked.usage)

@@ -1,13 +1,13 @@
--- documents: by name, each until its end.
+-- documents: named documents with an expiry.
 --
 -- KEYS     the ends (sorted set: name by end in ms), the documents (hash by name), the version (string); all in one hash slot
 -- ARGV     the operation and its arguments; always last: now_ms (-1: the server's clock)
---            put:  name, document, ttl_ms, maximum number, whether the document that would end first makes room (1 or 0)
+--            put:  name, document, ttl_ms, maximum number, whether the document that expires first makes room (1 or 0)
 --            drop: name
 --            list: the version that the caller knows
 -- returns  put:  1, or 0 if there is no room
 --          drop: 1, or 0 if there is no document of that name
---          list: nothing if nothing has changed, else the version and the names of documents that have not ended
+--          list: nothing if nothing has changed, else the version and the names of unexpired documents
 --
 -- The ends decide; the keys' own expiry only collects garbage. The rules are those of documents.py.
 

@@ -1,8 +1,8 @@
-"""Documents by name, each with an end: the rule of `documents.lua`. No request waits for them.
+"""Named documents with an expiry: the rule of `documents.lua`. Requests never wait for them.
 
-There are two kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are operators'
-orders for every replica; they outlive the replica that accepted them. A reader names the version of all orders that it knows,
-and gets nothing if that is still current, so polling is cheap.
+There are two kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are
+operators' overrides for all replicas; they outlive the replica that accepted them. A reader sends the version of the
+documents that it has, and gets nothing if that is still current, so polling is cheap.
 """
 # interpreted: requests do not use it
 
@@ -37,7 +37,7 @@ class DocumentKind(NamedTuple):
         plural: word for people.
         max_bytes: maximum length of a document.
         max_documents: maximum number per subject.
-        makes_room: when full, drop the document that would end first; otherwise, reject new ones.
+        makes_room: when full, drop the document that expires first; otherwise, reject new ones.
         portion: number that a remote store reads at once: 1 MB at most, which keeps a server busy for a millisecond.
         version: first bytes of each packed document in a remote store; others are ignored.
     """
@@ -60,7 +60,7 @@ KINDS: Final = {
 
 
 class Documents(NamedTuple):
-    """All documents that have not ended, by name. `version` is empty if there never was a document."""
+    """All unexpired documents by name. `version` is empty if there never was a document."""
 
     version: str
     documents: dict[str, bytes]
@@ -128,7 +128,7 @@ class MemoryDocuments:
         return Documents(version, {name: document for name, (ends, document) in kept.items() if moment < ends})
 
     def _change(self, kind: str, subject: str, now: int) -> _Collection:
-        """A subject's documents, to be changed, after removing those that have ended."""
+        """A subject's documents, to be changed, without those that have expired."""
         collection = self._collections.setdefault((kind, subject), _Collection())
         collection.kept = {name: kept for name, kept in collection.kept.items() if now < kept[0]}
         collection.changes += 1

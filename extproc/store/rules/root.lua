@@ -1,4 +1,4 @@
--- root: the root session of an agent whose requests name only its parent; a part of roots.lua and session.lua, which ask it.
+-- root: the root session of an agent whose requests name only its parent; a part of roots.lua and session.lua.
 --
 -- A key's value is a version and the root session. The rules are those of root.py.
 

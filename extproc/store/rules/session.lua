@@ -1,4 +1,4 @@
--- session: what sessions have used up, and whether another request is let through; or the outcome of one that was.
+-- session: lets requests of sessions through or refuses them, and settles those that were let through.
 --
 -- KEYS     for each step two keys, in one hash slot: the session's ledger, and the number of the tenant's sessions; if it has
 --          a place in a tree, also the key of that tree; if its session is to be found, also the agent's own key and its
@@ -13,8 +13,8 @@
 -- returns  for each the session's state, packed as STANDING, its tree's as TREE_ANSWER if it has one, its name if it was to be
 --          found, a number for each tool as TOOL, and the tools' names
 --
--- tree.lua and root.lua are loaded before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry
--- only collects garbage.
+-- tree.lua and root.lua are loaded before this file. Formats, rules and names are those of session.py. The value decides; the key's
+-- own expiry only collects garbage.
 
 local VERSION = 5
 local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I8I8I8I8I8I4I4I4I4I4I4I4I4BBBBBBI2I2', 123
@@ -306,7 +306,7 @@ local function learn(l, asked)
   if #l.marks > MARKS * MARK_SIZE then l.marks = sub(l.marks, MARK_SIZE + 1) end
 end
 
-local function find_loop(l, asked) -- how often a call of the newest step stands in the newest steps, if too often, and its tool
+local function find_loop(l, asked) -- a call of the newest step that is repeated too often: how often, and its tool
   local calls, counts, back, at = asked.calls, {}, 0, #asked.calls - RECORD + 1
   while at >= 1 and back < asked.window do
     local pair = sub(calls, at + NAME, at + NAME + 3)
@@ -342,7 +342,7 @@ local function count_others(l, asked) -- the number of calls of tools without li
   return math.max(0, others)
 end
 
-local function goes_on(l, asked, retry) -- although all calls are used up: with tools that have some left, or for a last answer
+local function may_continue(l, asked, retry) -- without tool calls left: with tools that have limits of their own, or to finish
   if asked.finishes then return retry or l.narrowed_at == 0 end
   if not asked.narrows or l.narrowed_at > 0 and count_others(l, asked) >= l.narrowed_at then return false end
   for at = 1, #asked.limited, TOOL_SIZE do
@@ -356,7 +356,7 @@ local function find_limit(l, asked, retry)
   if l.killed == 1 then return 1, l.consecutive_blocks, asked.blocks end
   if l.killed > 0 then return 1, l.consecutive_errors, asked.errors end
   if asked.max_steps >= 0 and l.steps >= asked.max_steps and not retry then return 2, l.steps, asked.max_steps end
-  if asked.max_calls >= 0 and l.tool_calls >= asked.max_calls and not goes_on(l, asked, retry) then
+  if asked.max_calls >= 0 and l.tool_calls >= asked.max_calls and not may_continue(l, asked, retry) then
     return 3, l.tool_calls, asked.max_calls
   end
   if asked.max_cost >= 0 and l.cost + l.reserved >= asked.max_cost then return 4, l.cost + l.reserved, asked.max_cost end

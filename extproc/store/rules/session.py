@@ -9,17 +9,17 @@ settled, the number of calls of each tool, the tools' names, marks of the newest
 ledger takes 180 bytes, and any ledger 10 KB at most, plus its tools' names.
 
 The cost of a request is known when it has been answered. Until then it reserves the average cost of the session's answers or,
-before the first, the request's own estimate. So requests at the same time cannot all spend the same rest of a limit. A request
-that only reservations refuse may be let through later, so it does not count towards `Limits.blocks`.
+before the first, the request's own estimate. So concurrent requests cannot all spend the same rest of a limit. A request that
+is refused only because of reservations may be let through later, so it does not count towards `Limits.blocks`.
 
-The totals of tokens, failures and the model's time stand here, and not in a table of each replica: they change when the cost
-does, in the same step, so all replicas show the same totals, and a restart loses none.
+The totals of tokens, failures and the model's time are part of the ledger, and change in the same step as the cost. So all
+replicas show the same totals, and a restart loses none.
 
 To find out which calls of a history are new, the first rule that applies is used:
 
 1. The history continues one of the newest that were shown. Its first calls match the mark of that history, which is the
-   number of its calls and the sum of their digests, and the last of them is known by its id. Most requests are such, and need
-   no search.
+   number of its calls and the sum of their digests, and the last of them is known by its id. This is the
+   usual case, and needs no search.
 2. Some ids are known. So ids are stable, and calls with unknown ids are new, wherever they are. If the ledger has forgotten
    calls, those before the first known one are older, and were already counted.
 3. No id is known, or there are none, because some clients and gateways make new ids for each request. If the first calls match
@@ -78,8 +78,7 @@ LIMITS: Final = (
 _FIRST_OF_AGENTS: Final = LIMITS.index(AGENT_LIMITS[0])
 
 KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
-"""What kills a session; the first one means nothing."""
-
+"""Reasons for killing a session; the first one means that it is not killed."""
 
 NANO_DOLLARS: Final = 10**9
 RECORD: Final = 15
@@ -87,7 +86,7 @@ RECORD: Final = 15
 number of steps since the call before it (1): 0 in the same answer, and 255 for any more."""
 
 NO_ID: Final = bytes(6)
-"""The id of a call to which its client gives none."""
+"""The id of a call without an id."""
 
 MAX_RETRIES_PER_STEP: Final = 3
 """Number of repetitions of a request that are not steps. The next one is a step, which may be repeated as often."""
@@ -105,11 +104,11 @@ REFUSED: Final = 2
 """Another guard of Loopguard refused it, so it was not a step."""
 
 WITHDRAWN: Final = 4
-"""Its client left, or another filter of Envoy refused it, before it was sent on: it was neither a step nor a refusal."""
+"""Its client left, or another filter of Envoy refused it, before it was forwarded: it was neither a step nor a refusal."""
 
 JOINED: Final = 5
-"""The conversation that it began has gone on, so it is no longer a request without a session. The settlement has the first
-`CONVERSATION` bytes of the call's name, and the cost by which the ledger may already have settled it."""
+"""The conversation that it began has continued, so it is no longer a request without a session. The settlement has the first
+`CONVERSATION` bytes of the call's name, and the cost that the ledger may already have settled."""
 
 CONVERSATION: Final = 8
 """Bytes of a call's name that name the conversation, if the call begins one."""
@@ -121,7 +120,7 @@ NO_TOKENS: Final[Tokens] = (0, 0, 0, 0)
 
 
 class Limits:
-    """What one session may use up; -1 for no limit. Never changed.
+    """Limits of one session; -1 for none. Never changed.
 
     Attributes:
         idle_ms: time after the last request that was let through at which a session is forgotten, in milliseconds.
@@ -136,7 +135,7 @@ class Limits:
         threshold: number of calls equal to one of the newest step from which on a request is refused.
         blocks: number of consecutive refusals that kills the session.
         errors: number of consecutive failures that kills the session.
-        ends: the session is forgotten `idle_ms` after it began, however busy it is.
+        ends: the session ends `idle_ms` after it began, even if it is active.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -171,7 +170,7 @@ class Limits:
         self.ends = ends
 
     def with_tools(self, tools: tuple[tuple[bytes, int], ...]) -> Limits:
-        """The same limits, with others for tools."""
+        """A copy with these limits for tools."""
         return Limits(
             self.idle_ms,
             self.max_sessions,
@@ -195,10 +194,10 @@ class Step:
     Attributes:
         key: the key of the session's ledger; it ends in two hex digits of the tenant.
         tenant: the key of the number of sessions that the tenant has begun; it ends in the same two digits.
-        limits: what the session may use up.
+        limits: the limits of the session.
         identity: a digest of the request, 8 bytes; repeating one of the session's last 16 is a retry `MAX_RETRIES_PER_STEP`
             times.
-        call: a name for this request that cannot be guessed, 16 bytes, for its settlement.
+        call: an unguessable name of this request, 16 bytes, for its settlement.
         reserve: estimated cost, in nano-dollars, for a session without an average.
         calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
         total: the sum of the digests of tool and arguments of each call, as numbers.
@@ -238,7 +237,7 @@ class Settlement(NamedTuple):
 
     Attributes:
         key: the key of the ledger in which it was counted.
-        limits: what the session may use up.
+        limits: the limits of the session.
         call: the step's.
         cost: in nano-dollars, in place of the reserved amount.
         estimated: the cost is estimated.
@@ -391,7 +390,7 @@ tools, bytes of tools' names, and marks."""
 _HEAD_SIZE: Final = _HEAD.size
 _RESERVATION: Final = struct.Struct("<16s8sQQIIB")
 """The call's name and identity; when it was reserved, and how much; and what a take-back restores: ms since the step before it,
-consecutive blocks, and two bits: it was a retry; it was the first to have used up all tool calls."""
+consecutive blocks, and two bits: it was a retry; it was the first step after all tool calls were used up."""
 
 _RESERVED: Final = _RESERVATION.size
 _Reservation: TypeAlias = tuple[bytes, bytes, int, int, int, int, int]
@@ -412,7 +411,7 @@ _OFFER: Final = 64
 _IDENTITIES: Final = 16
 _OPEN: Final = 32
 _OPEN_MS: Final = 600_000
-"""Maximum number of calls that wait for their settlement, and maximum time. Then the reserved amount is their cost."""
+"""Maximum number of unsettled calls, and maximum time until a settlement. After that, the reserved amount is the cost."""
 
 _TOOLS: Final = 64
 _ID: Final = 6
@@ -472,9 +471,9 @@ def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, int]:
 
 
 def move_step(asked: Step, root: bytes) -> Step:
-    """A step whose session was taken to be its agent's parent, as a step of the session at the root of that.
+    """Move a step from the session of its agent's parent to the session at the root.
 
-    The keys of both differ in the session's name, and are in one hash slot.
+    Their keys differ only in the session's name, and are in one hash slot.
     """
     search, place = asked.search, asked.tree
     if search is None or search.parent == root:
@@ -482,7 +481,7 @@ def move_step(asked: Step, root: bytes) -> Step:
     old, new = f"{search.parent.hex()}:", f"{root.hex()}:"
     if place is not None:
         agent, parent = place.agent, search.parent
-        if agent == root:  # in a circle, the root is no agent
+        if agent == root:  # in a cycle, the root itself is not an agent
             agent = parent = ROOT
         place = TreeStep(place.key.replace(old, new, 1), place.limits, agent, parent)
     return Step(
@@ -497,8 +496,8 @@ class Ledger:
     Attributes:
         idle_ms: how long it is kept, according to the last limits.
         halvings: how often that time is halved, if the tenant has begun more than `Limits.max_sessions`; see `enter`.
-        narrowed_at: 1 and the number of calls of tools without limits of their own when a step was let through although all
-            tool calls were used up; or 0.
+        narrowed_at: 1 + the number of calls of tools without limits of their own, when the first step was let through after all
+            tool calls were used up; 0 before.
         identities: the newest steps, oldest first, and the number of their repetitions; see `_REPEATED`.
         renewed: ids are not stable from one request to the next.
         open: reservations, oldest first.
@@ -573,11 +572,11 @@ class Ledger:
         return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
 
     def is_over(self, limits: Limits, now: int) -> bool:
-        """Whether the session has been idle, or has lasted, so long that it is forgotten."""
+        """Whether the session has ended."""
         return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms >> self.halvings
 
     def is_large(self) -> bool:
-        """Whether it knows many tool calls or agents, which take a lot of memory unpacked."""
+        """Whether it has many tool calls or agents, which take a lot of memory unpacked."""
         return len(self.records) > _RECORDS * KNOWN or (self.tree is not None and self.tree.is_large())
 
     def take_step(self, asked: Step, now: int) -> Standing:
@@ -774,7 +773,7 @@ class Ledger:
         if 0 <= allowed <= self.steps and not retry:
             return 2, self.steps, allowed, b""
         allowed = grant(limits.tool_calls, asked.grants[1])
-        if 0 <= allowed <= self.tool_calls and not self._goes_on(limits, retry):
+        if 0 <= allowed <= self.tool_calls and not self._may_continue(limits, retry):
             return 3, self.tool_calls, allowed, b""
         allowed = grant(limits.cost, asked.grants[2])
         if 0 <= allowed <= self.cost + self.reserved:
@@ -789,8 +788,8 @@ class Ledger:
                 return 6, equal, limits.threshold, tool
         return 0, 0, 0, b""
 
-    def _goes_on(self, limits: Limits, retry: bool) -> bool:  # noqa: FBT001  # a bit of what is stored
-        """Whether a session that has used up its tool calls goes on: with tools that have calls left, or for a last answer."""
+    def _may_continue(self, limits: Limits, retry: bool) -> bool:  # noqa: FBT001  # a bit of what is stored
+        """Whether a session without tool calls left may continue: with tools that have limits of their own, or to finish."""
         if limits.finishes:
             return retry or not self.narrowed_at
         if not limits.narrows or (self.narrowed_at and self._count_others(limits) >= self.narrowed_at):
@@ -806,9 +805,9 @@ class Ledger:
         return int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) if at >= 0 else 0
 
     def _find_loop(self, calls: bytes, newest: int, limits: Limits) -> tuple[int, bytes]:
-        """A call of the newest step that stands too often in the newest steps: how often, or 0 for none, and its tool.
+        """Find a call of the newest step that is repeated too often; returns how often, or 0 for none, and its tool.
 
-        The steps are those shown and, if these are few, those known before.
+        It is compared with the steps of the history and, if these are few, those of the ledger.
         """
         counts: dict[bytes, int] = {}
         size, back = len(calls), 0
@@ -941,7 +940,7 @@ def _write_mark(shown: int, total: int) -> bytes:
 
 
 def _read_number(joined: bytes, start: int, end: int) -> int:
-    """A number of some bytes, in less time than `int.from_bytes` takes."""
+    """`int.from_bytes`, but faster for a few bytes."""
     number = 0
     for at in range(start, end):
         number = (number << 8) + joined[at]
@@ -971,7 +970,7 @@ def count_records(asked: Step) -> int:
 
 
 def weigh(asked: Step) -> int:
-    """The worst cost of a step for a store; a short history costs 1."""
+    """The worst-case cost of a step for a store; a short history costs 1."""
     limits, shown = asked.limits, min(len(asked.calls) // RECORD, MAX_RECORDS)
     known = count_records(asked) if shown > _FEW else 0
     own = (4 * shown + known + 4 * max(0, limits.window) + 4 * len(limits.tools)) // 64
@@ -993,7 +992,7 @@ def add_up(calls: bytes) -> int:
 
 
 def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
-    """The number of calls of each tool before those that are examined individually, for as many tools as may have room."""
+    """The number of calls of each tool before those that are examined individually, for the tools that may have room."""
     most = len(asked.calls) - len(cut_calls(asked))
     if not most:
         return []
@@ -1006,7 +1005,7 @@ def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
 
 
 def pick_names(asked: Step) -> list[tuple[bytes, str]]:
-    """The tools of a history and their names, as many as may have room."""
+    """The tools of a history that may have room, and their names."""
     limited = {digest for digest, _ in asked.limits.tools} if len(asked.tools) > _TOOLS else set()
     return [(tool, name) for place, (tool, name) in enumerate(asked.tools) if place < _TOOLS or tool in limited]
 
@@ -1056,7 +1055,7 @@ _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIIQ")
 _ENDS: Final = 2
 _OFFERED: Final = 4
 _FINISHES: Final = 16
-"""What the question's flags add up from, beside 1 for `Limits.narrows`; `_OFFERED` is the factor of what the request offers."""
+"""Flags of a question, beside 1 for `Limits.narrows`; `_OFFERED` is the factor of what the request offers."""
 
 _STEP: Final = 3
 """The kind of question, beside the outcomes of settlements."""

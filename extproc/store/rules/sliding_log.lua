@@ -33,7 +33,7 @@ local function shift(key, number, ahead)
   for at = 1, number, CHUNK do redis.call('RPUSH', key, unpack(times, at, math.min(at + CHUNK - 1, number))) end
 end
 
-local function drop_old(key, number, until_ms) -- and how many stay; a client chooses how many there are, so no loop over them
+local function drop_old(key, number, until_ms) -- returns how many stay; by bisection, because clients choose the number
   if read(key, 0) > until_ms then return number end
   if read(key, -1) <= until_ms then
     redis.call('DEL', key)

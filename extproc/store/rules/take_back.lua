@@ -1,4 +1,4 @@
--- take_back: takes requests that their upstream failed back from the counts that include them.
+-- take_back: removes requests whose upstream failed from the counts that include them.
 --
 -- KEYS     one or more keys, all in one hash slot
 -- ARGV     for each key, or once if they are the same for all: the kind of its value, tally, log or chain

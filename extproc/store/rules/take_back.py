@@ -1,6 +1,6 @@
-"""Takes a request that its upstream failed back from the counts that include it; the rule of `take_back.lua`.
+"""Removes a request whose upstream failed from the counts that include it; the rule of `take_back.lua`.
 
-A window has one request less, a node of a chain one retry less. The times at which they began and end do not change.
+A window loses one request, the node of a chain one retry. Their start and end do not change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from extproc.store.rules.windows import Tally
 
 COUNTED: Final = "counted"
-"""Key in metadata: what has counted a request, beside the sessions that it belongs to."""
+"""Metadata key of the counters that have counted a request, except its sessions."""
 
 TALLY, LOG, CHAIN = "tally", "log", "chain"
 
@@ -23,7 +23,7 @@ _VERSION: Final = 2
 
 
 class TakeBack(NamedTuple):
-    """What an entry of the access log asks; never changed.
+    """A counter from which to remove a request; never changed.
 
     Attributes:
         key: the key under which the request was counted; like all keys, it ends in two hex digits.

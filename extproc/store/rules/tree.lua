@@ -1,4 +1,4 @@
--- tree: the agents below a root session, and whether another one may begin; a part of session.lua, which asks it.
+-- tree: the agents below a root session, and whether another one may begin; a part of session.lua.
 --
 -- A tree's value is its head, packed as TREE_HEAD, and an AGENT for each agent; that of the newest request is last. Formats, rules
 -- and names are those of tree.py.
@@ -22,7 +22,7 @@ local function find_depth(nodes, parent)
   return at and math.min(struct.unpack('>I2', nodes, at + 8) + 1, MAX_DEPTH) or UNKNOWN_DEPTH
 end
 
-local function find_agent_limit(nodes, agents, depth, asked, now) -- its place, as in AGENT_LIMITS; used and allowed
+local function find_agent_limit(nodes, agents, depth, asked, now) -- returns its index in AGENT_LIMITS, used and allowed
   if asked.depth >= 0 and depth > asked.depth then return 0, depth, asked.depth end
   if asked.agents >= 0 and agents >= asked.agents then return 1, agents, asked.agents end
   if asked.concurrent < 0 and asked.spawns < 0 then return nil, 0, 0 end
@@ -47,7 +47,7 @@ local function read_tree_question(packed)
   return asked
 end
 
--- Returns the value to store ('' for none), the answer, and the place of the limit that refuses (nil for none), used and allowed.
+-- Returns the value to store ('' for none), the answer, and the index of the limit that refuses (nil for none), used and allowed.
 local function admit(value, asked, began, now, passes)
   local _, stamp, agents, refused, nodes = nil, nil, 0, 0, ''
   if #value >= TREE_HEAD_SIZE and string.byte(value) == TREE_VERSION and (#value - TREE_HEAD_SIZE) % AGENT_SIZE == 0 then

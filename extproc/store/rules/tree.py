@@ -1,14 +1,13 @@
 """The agents below a root session, and whether another one may begin: pure, exact, with `now` as an argument in milliseconds.
 
-A tree belongs to a ledger: it ends with it, and is read and changed in the same step. An agent is known by a digest of its
-name. One that was let in is never refused by these limits later; one that was refused is not remembered, so refusals take no
-room.
+A tree belongs to a ledger: it is read and changed in the same step, and ends with it. An agent is identified by a digest of its
+name. An admitted agent is never refused by these limits later. A refused agent is not stored, so refusals take no memory.
 
-An agent below the root has depth 1, any other that of its parent and 1. It is worked out when the agent begins. A parent that
-the tree does not know (forged, forgotten, or the agent itself) counts as one below the root. So there are no circles, whatever
-clients claim.
+An agent directly below the root has depth 1, any other one more than its parent. Its depth is computed when it begins. An
+unknown parent (forged, forgotten, or the agent itself) is taken to be directly below the root, so there are no cycles,
+whatever clients claim.
 
-A tree knows its newest `MAX_AGENTS` agents. One that is forgotten and returns is counted again.
+A tree stores its newest `MAX_AGENTS` agents. A forgotten agent that returns is counted again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _UNKNOWN_DEPTH: Final = 2
 
 
 class AgentLimits(NamedTuple):
-    """What the agents of one root session may be; -1 for no limit. Never changed.
+    """Limits for the agents of one root session; -1 for none. Never changed.
 
     Attributes:
         depth: levels of agents below the root.
@@ -57,7 +56,7 @@ class TreeStep(NamedTuple):
 
     Attributes:
         key: the key of the tree; it ends in the same two digits as that of the ledger.
-        limits: what the agents may be.
+        limits: the limits for the agents.
         agent: digest of the agent's name, 8 bytes, or `ROOT`.
         parent: digest of the name of the agent that started it, or `ROOT`.
     """
@@ -115,7 +114,7 @@ class Tree:
         agents: number of agents that have begun.
         refused: number of requests that were refused because of `AGENT_LIMITS`.
         recent: the agents of the newest requests by their digests, that of the newest request last.
-        older: those before, packed.
+        older: the other agents, packed.
     """
 
     def __init__(self, state: bytes = b"") -> None:
@@ -134,11 +133,11 @@ class Tree:
         return b"".join([_NUMBERS.pack(self.agents, self.refused), self.older, *self._pack_recent(len(self.recent))])
 
     def is_large(self) -> bool:
-        """Whether it knows many agents."""
+        """Whether it has many agents."""
         return len(self.older) > _LARGE * _SIZE
 
     def admit(self, asked: TreeStep, now: int, *, passes: bool) -> tuple[TreeStanding, int, int, int]:
-        """Let the agent of a request begin, or note that it goes on.
+        """Begin the agent of a request, or note the request if it has begun.
 
         Args:
             asked: the request's place.
@@ -146,8 +145,8 @@ class Tree:
             passes: no limit of the session refuses the request.
 
         Returns:
-            how the tree stands, the place in `AGENT_LIMITS` of the limit that refuses the request (-1 for none), and the used
-            and allowed amounts of that.
+            the state of the tree, the index in `AGENT_LIMITS` of the limit that refuses the request (-1 for none), and its used
+            and allowed amounts.
         """
         agent = asked.agent
         if not agent:
@@ -251,7 +250,7 @@ ANSWER_SIZE: Final = _ANSWER.size
 
 
 def weigh_tree(asked: TreeStep | None) -> int:
-    """The worst cost of a request for a store, beside that of its session."""
+    """The worst-case cost of a request for a store, in addition to that of its session."""
     return 0 if asked is None else (max(asked.limits.concurrent, asked.limits.spawns) + 63) // 64
 
 
