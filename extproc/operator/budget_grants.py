@@ -51,7 +51,7 @@ def find_credits(
         callers = {row.tenant for row in found}
         notes = [f"this applies to the budgets of {len(callers)} callers"] if len(callers) > 1 else []
         if not found:
-            notes.append(f"no request of this caller met rule {rule} in the last hour, as far as this server knows")
+            notes.append(f"no known request of this caller met rule {rule} in the last hour")
         buckets = [(row, max(1, round(grant.amount * row.units))) for row in found if row.kind == BUCKET]
         return [row.make_credit(amount, amount) for row, amount in buckets], notes
     if not found:
@@ -64,8 +64,8 @@ def find_credits(
     largest = max(row.limit / row.units for row in found)
     if grant.amount > largest:
         raise BadOrderError(
-            f"amount is more than the whole budget of {largest:.9g}, and a budget holds no more than that: to raise the limit"
-            " for a while, give seconds (--for)"
+            f"amount is more than the whole budget of {largest:.9g}, and a budget cannot exceed its limit: to raise the limit"
+            " temporarily, give seconds (--for)"
         )
     added = [row.make_credit(min(row.limit, max(1, round(grant.amount * row.units)))) for row in found]
     return added, _remark(found, grant.amount, now)
@@ -93,6 +93,6 @@ def _remark(rows: Sequence[BudgetRow], amount: float, now: float) -> list[str]:
         if room < amount:
             notes.append(
                 f"{row.tenant} had used {max(0.0, room):.9g} of {row.limit / row.units:.9g} ({row.rule}, {row.budget}):"
-                " the budget is whole again, and holds no more; --for raises its limit for a while"
+                " the budget is full again and cannot exceed its limit; --for raises the limit temporarily"
             )
     return notes[:_SHOWN]

@@ -180,7 +180,7 @@ class OverrideService:
         grant = grant._replace(meets=tuple(sorted({row.policy for row in rows if concerns(grant, row)})))
         await self.refresh()
         if grant.name in self._standing:
-            return grant, ["this grant was given before, and is not added again"]
+            return grant, ["this grant was given before and is not added again"]
         if len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()
         await self._store.documents.put(ORDERS, _BOOK, grant.name, write_override(grant), grant.ends - grant.since)
@@ -189,7 +189,7 @@ class OverrideService:
             if not isinstance(answers, list):
                 await answers
         except PartlyAwayError:  # a retry would credit some callers twice
-            notes.append("a part of the store is away: some of the callers have not got it")
+            notes.append("part of the store is unavailable: some of the callers did not get the grant")
         except StoreError:
             with suppress(StoreError):
                 await self._store.documents.drop(ORDERS, _BOOK, grant.name)
@@ -207,7 +207,7 @@ class OverrideService:
         await self.refresh()
         revoked = self._standing.get(name)
         if revoked is not None and has_acted(revoked):
-            raise BadOrderError(f"{name} has been added to a budget already, and cannot be revoked; it is shown until it ends")
+            raise BadOrderError(f"{name} was already added to a budget and cannot be revoked; it is listed until it ends")
         if not await self._store.documents.drop(ORDERS, _BOOK, name):
             return False
         if revoked is not None:
@@ -347,14 +347,14 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
         yield from _find_grant_misfits(given)
     for key in (*_AMOUNTS, "tools", "budget", "amount", "key") if kind != GRANT else ():
         if key in given:
-            yield f"{key} belongs to a grant, not to a {kind}"
+            yield f"{key} is only valid for a grant"
 
 
 def _find_grant_misfits(given: Mapping[str, object]) -> Iterator[str]:
     if "budget" in given:
         yield from _find_budget_misfits(given)
     elif "amount" in given:
-        yield "amount belongs to a budget, which is the name of a rule"
+        yield "amount needs a budget, which is the name of a rule"
     elif not given.keys() & {*_AMOUNTS, "tools"}:
         yield f"at least one of these is required: {', '.join(_AMOUNTS)}, tools; or budget and amount"
 
@@ -365,7 +365,7 @@ def _find_budget_misfits(given: Mapping[str, object]) -> Iterator[str]:
             yield f"a grant of a budget needs {'a caller' if key == 'caller' else 'an amount'}"
     for key in (*_AMOUNTS, "tools", "session"):
         if key in given:
-            yield f"{key} cannot be given for a budget, which has an amount of its own"
+            yield f"{key} cannot be combined with budget and amount"
 
 
 def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
@@ -396,7 +396,7 @@ def _read_fields(order: object) -> dict[str, Any]:
         if order.get(key) is None:
             continue
         if broken := _find_broken(order[key]):
-            problems.append(f"{key} must be text that UTF-8 can hold, not {describe(broken)}")
+            problems.append(f"{key} must be valid Unicode text, not {describe(broken)}")
             continue
         try:
             given[key] = read(order[key])
@@ -582,8 +582,8 @@ def remark_on_missed(override: ActiveOverride, plans: Sequence[Plan]) -> Iterato
     missed = [policy for policy in dict.fromkeys(meant) if policy not in override.meets]
     if missed and override.meets and override.target == Target(override.target.caller):
         yield (
-            f"this meets {', '.join(override.meets[:_SHOWN])}, and not {', '.join(missed[:_SHOWN])}, which had no request of"
-            " this caller in the last hour, or know it by another name"
+            f"this applies to {', '.join(override.meets[:_SHOWN])}, but not to {', '.join(missed[:_SHOWN])}, which had no"
+            " request from this caller in the last hour or identify it differently"
         )
 
 
@@ -625,7 +625,7 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
             yield f"this applies to {shared} callers, which share {value}"
         if value not in getattr(seen, kind):
             yield (
-                f"as far as this server knows, this does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
+                f"this probably does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
                 "Take hashes from the server's log, from /loops, or from a replay of recorded requests"
             )
 
@@ -681,7 +681,7 @@ def _read_all(documents: Mapping[str, bytes]) -> dict[str, ActiveOverride]:
         try:
             read[name] = read_override(name, document)
         except ValueError as error:
-            _LOG.warning("an override in the store is not understood", extra=make_extra(override=name, error=str(error)))
+            _LOG.warning("an override in the store is invalid", extra=make_extra(override=name, error=str(error)))
     return read
 
 

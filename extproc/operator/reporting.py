@@ -125,7 +125,7 @@ class Reporter:
         try:
             return self.incidents.weigh(exchange, decision, time())
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
-            self.report_failure("an incident could not be looked for", error)
+            self.report_failure("incidents could not be checked", error)
             return decision
 
     def report_uncounted(self, exchange: Exchange) -> None:
@@ -207,7 +207,7 @@ class Reporter:
                 self._metrics.after_notes.labels(*change.labels).inc()
                 self.loops.note_after(exchange, decision, change.outcome, change.repeats, change.fingerprint, change.labels)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
-            self.report_failure("what came after a note could not be reported", error)
+            self.report_failure("a change after a note could not be reported", error)
 
     def report_sessions(self, candidates: list[SessionGuard], lead: Outcome | None = None) -> None:
         """Report the state of a request's sessions; `lead` is the deciding outcome, None if the request was unchanged."""

@@ -83,7 +83,7 @@ def _write_session(session: Mapping[str, Any]) -> str:
     if unnamed := session["unnamed_requests"]:
         said.insert(1, f"{count(unnamed, 'request')} for which nothing names a session")
     if session["started_by"]:
-        said.insert(1, f"an agent of {session['started_by']}, as its first words tell")
+        said.insert(1, f"an agent of {session['started_by']}, judging by its first message")
     if session["killed"]:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:

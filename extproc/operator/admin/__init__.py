@@ -1,2 +1,2 @@
-"""The admin endpoints, with which operators query a running Loopguard over HTTP, and the client of its commands."""
+"""The admin endpoints, HTTP reports and orders for operators, and their client for commands."""
 # interpreted, with all below: answers operators, not requests

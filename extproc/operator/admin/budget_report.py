@@ -1,4 +1,4 @@
-"""`/budgets`: what callers have used of their budgets, tightest first, as JSON for people and programs."""
+"""`/budgets`: callers' usage of their budgets, as JSON."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class BudgetPages(TablePages[BudgetDocument]):
     """The page about budgets.
 
     Attributes:
-        has_budgets: returns whether a policy in force has any.
+        has_budgets: returns whether any active policy has budgets.
     """
 
     path, sorts = "/budgets", SORTS
     has_budgets: Callable[[], bool] = staticmethod(lambda: True)
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
-        """The JSON of `/budgets`; `note` says why it is empty, if it is."""
+        """The JSON of `/budgets`; if it is empty, `note` says why."""
         now, view, exist = time(), self._board.view(), self.has_budgets()
         rows, orders, shown = view.document.rows, OrderIndex(self.list_orders()), self._sees_callers(request)
         found = select((describe_budget(row, now, shows_callers=shown, orders=orders) for row in rows), selection, SORTS)
@@ -82,9 +82,9 @@ class BudgetPages(TablePages[BudgetDocument]):
 
 
 def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:
-    """One budget of a caller, as far as it is known at a time in seconds since 1970."""
+    """Describe a caller's budget at `now`, in seconds since 1970."""
     left, reset, opened = row.find_left(now), row.find_reset_ms(now), row.find_open_ms(now) != 0
-    # The newest request asked for more than is left: what is left of a budget of tokens is rarely nothing.
+    # A token budget is rarely exactly zero, so it is also used up if the newest request asked for more than is left.
     short = row.refused_at >= row.last and row.asked > left and not row.is_over(now)
     named = ShownRow({row.policy}, list_names(row), dict(row.hashes), budgets={row.rule})  # what orders may name
     described = {

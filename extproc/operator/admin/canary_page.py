@@ -1,4 +1,4 @@
-"""The reports about canaries: counts for programs, and a page for browsers."""
+"""The reports about canaries, as JSON and HTML."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from extproc.operator.canary.verdict import Rules
 
 
 class CanaryPages:
-    """`/canary`, the report by the default rules, and `/canary/states`, the counts of each replica."""
+    """`/canary`, the report with the default rules, and `/canary/states`, the counts of each replica."""
 
     def __init__(self, sharing: Sharing, find_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-        """Report what `sharing` collects; `find_loop` returns the event loop on which the store is asked."""
+        """Report on the counts of `sharing`; `find_loop` returns the event loop for requests to the store."""
         self._sharing = sharing
         self._find_loop = find_loop
 
     def list_routes(self) -> list[Route]:
-        """The routes of both."""
+        """The routes of both reports."""
         return [Route("/canary", self._show), Route("/canary/states", self._list_states)]
 
     async def _show(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The client of the admin endpoints, for commands. httpx is imported with the first client, not with this file."""
+"""The commands' client of the admin endpoints. httpx is imported by the first client, not by this module."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _WHOLE_SECONDS = 60.0
 _MOST_BYTES = 64 * 2**20
 _MOST_SHOWN = 500
 _PLAIN: Final = {"accept-encoding": "identity"}
-"""A compressed reply has no bound until it is decompressed."""
+"""Uncompressed, because the size of a compressed reply is unknown until it is decompressed."""
 
 _DEFAULT = "http://127.0.0.1:9900"
 _FLAG = "--admin"
 _ADMIN, _SOCKET = f"{ENV_PREFIX}ADMIN", f"{ENV_PREFIX}ADMIN_SOCKET"
 _WANTED = "http://HOST:PORT or unix:/PATH"
-_MISSPELT = re.compile(f"{_ADMIN}(?!_SERVICE_|_PORT)")  # but not those of a Service of Kubernetes
+_MISSPELT = re.compile(f"{_ADMIN}(?!_SERVICE_|_PORT)")  # Kubernetes sets these variables for a Service
 
 
 def add_admin_flag(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +39,14 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def open_clients(admin: Sequence[str] | None, flag: str = _FLAG) -> list[AdminClient]:
-    """A client for each server on a command line, or for this machine's; raises UsageError if an address is malformed."""
+    """Clients of the servers on the command line, else of the default server; raises UsageError for malformed addresses."""
     return [AdminClient(text, flag) for text in admin] if admin else [AdminClient(*find_admin(os.environ))]
 
 
 def find_admin(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The address of the server that the environment names, and the variable; else this machine's default, and the flag.
+    """The server's address from the environment and the variable's name, else the default address and the flag.
 
-    An order must not go to another server than its operator means. So a value that is neither a URL nor an address, and a
-    variable that may be misspelt, raise UsageError.
+    Orders must not reach the wrong server, so malformed values and misspelt variables raise UsageError.
     """
     if path := environ.get(_SOCKET):
         return path if path.startswith("unix:") else f"unix:{path}", _SOCKET
@@ -70,7 +69,7 @@ class AdminClient:
     """A client of one server."""
 
     def __init__(self, url: str, flag: str = _FLAG) -> None:
-        """Prepare, without connecting; raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH."""
+        """Does not connect yet; raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH."""
         import httpx  # noqa: PLC0415  # takes 0.2 s
 
         self.url, self._flag = url, flag
@@ -85,11 +84,10 @@ class AdminClient:
             fits = False
         if not fits:
             raise UsageError(f"{flag} must be {_WANTED}, not {url!r}")
-        # Authorities are read for https alone, which takes 30 ms. Proxies in the environment are for other servers, and
-        # ~/.netrc does not apply here.
+        # Reading certificate authorities takes 30 ms, so only for https. Proxy variables and ~/.netrc are not for this server.
         transport = httpx.HTTPTransport(verify=parsed.scheme == "https", trust_env=False, uds=path)
         local = path is None and parsed.scheme == "http" and Address(base, parsed.host).is_local
-        if local and parsed.host == "localhost":  # as `serve` reads it: at ::1, another user's server could wait for the token
+        if local and parsed.host == "localhost":  # as in `serve`; on ::1, another user's server could capture the token
             base = str(parsed.copy_with(host="127.0.0.1"))
         self._local_port = parsed.port if local else None
         self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
@@ -103,7 +101,7 @@ class AdminClient:
         body: object = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401  # as json.loads
-        """An endpoint's answer, decoded from JSON; raises LoopguardError, with the server's words, if the request fails."""
+        """The decoded JSON of an endpoint; raises LoopguardError with the server's message if the request fails."""
         import httpx  # noqa: PLC0415  # as above
 
         content = None if body is None else json.dumps(body)
@@ -128,7 +126,7 @@ class AdminClient:
         return found
 
     def read_local_token(self) -> str:
-        """The token that a server on this machine shares with its user; empty for none. Raises UsageError if it is unsafe."""
+        """The token of a server on this machine; empty if there is none. Raises UsageError if its file is unsafe."""
         try:
             return read_token(self._local_port) if self._local_port is not None else ""
         except (OSError, UnicodeDecodeError) as error:
@@ -140,12 +138,12 @@ class AdminClient:
 
 
 def select_params(options: argparse.Namespace, *names: str) -> dict[str, str]:
-    """The query for a report, from the flags with these names that are not empty."""
+    """The query of a report: the non-empty flags among `names`."""
     return {name: value for name in names if (value := str(getattr(options, name)))}
 
 
 def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
-    """One report of all servers, with each table once; raises LoopguardError as `AdminClient.ask` does."""
+    """Merge the reports of all servers. Servers that share a store are counted once. Raises as `AdminClient.ask`."""
     joined, *others = [client.ask(path, params=params) for client in clients]
     for client, report in zip(clients, [joined, *others], strict=True):
         if "replica" not in report:
@@ -164,7 +162,7 @@ def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]
 
 
 def read_bounded(pieces: Iterable[bytes], where: str, most: int = _MOST_BYTES) -> bytes:
-    """A reply in pieces, as a whole; raises LoopguardError if it has more bytes than `most`, or takes longer than a minute."""
+    """Join a reply; raises LoopguardError if it is longer than `most` bytes or takes longer than a minute."""
     ends = monotonic() + _WHOLE_SECONDS
     reply = bytearray()
     for piece in pieces:

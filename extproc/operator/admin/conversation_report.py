@@ -1,7 +1,7 @@
-"""The rows of `/loops`: one row for each caller and conversation, and for each failing tool, with sums that fit.
+"""The rows of `/loops`: one per caller and conversation, and one per failing tool, with totals.
 
-Each request is counted once, so sums are right however many policies see it. Costs are those of requests that reached the
-model; what was not forwarded is counted apart.
+Each request is counted in one row, even if several policies see it, so the totals are correct. Costs are those of forwarded
+requests; savings by refused requests are separate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUP_SORTS: Sorts = {
     "last": lambda row: row["last_seen"],
     "first": lambda row: row["first_seen"],
 }
-"""Sort keys, as for the rows of loops; `now`: money per minute."""
+"""Sort keys. `now` sorts by cost per minute."""
 
 _COUNTED = ("requests", "requests_sent_on", "requests_not_sent_on")
 _TOKENS = ("input_tokens_sent_on", "input_tokens_not_sent_on", "input_tokens_per_minute")
@@ -41,12 +41,12 @@ _RANKS = {action.value: rank for action, rank in SEVERITY.items()}
 
 
 class Known(NamedTuple):
-    """What rows are described from.
+    """Data that all rows are described with.
 
     Attributes:
-        loops: the loops of all conversations as `/loops` has them, by `id`.
-        incidents: failing tools, one row for each policy.
-        limited: (caller, session) of sessions that have limits.
+        loops: descriptions of the loops of all conversations, by the loop's `id`.
+        incidents: failing tools, one row per policy.
+        limited: (caller, session) of sessions with limits.
         now: in seconds since 1970.
     """
 
@@ -66,12 +66,12 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
     folded: dict[tuple[str, str], list[dict[str, Any]]] = {}
     groups, number = [], 0
     for row in rows:
-        if not row.requests:  # replicas only know what some of them have cost
+        if not row.requests:  # the row only has costs
             continue
         number += bool(row.tenant)
         own = failures.get((row.tool, row.failure), [])
         if is_folded(row, own):
-            if not selection.caller:  # an incident belongs to none
+            if not selection.caller:  # incidents have no single caller
                 folded.setdefault((row.tool, row.failure), []).append(_describe(row, known))
         elif row.tenant:
             group = _describe(row, known)
@@ -99,9 +99,9 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
 
 
 def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
-    """Whether a conversation is part of the incident of a tool, of which several policies may have a row.
+    """Whether a conversation belongs to its tool's incident, which may have a row for each of several policies.
 
-    Conversations that the tool had stuck before are part of it. One that continues after the incident is not.
+    Conversations that were stuck on the tool just before the incident belong to it. Those that loop after it do not.
     """
     if not row.tool or not incidents:
         return False
@@ -148,9 +148,9 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
 
 
 def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:
-    """What reached the model, and what did not: as if those requests had been like the others.
+    """Costs of forwarded requests, and savings, assuming that refused requests would have cost the same on average.
 
-    Policies with limits of money price their requests, which the access log corrects. The rest is estimated.
+    Policies with cost limits price their requests, and the access log corrects these prices. Other costs are estimated.
     """
     sent = max(0, row.prompt + estimate_tokens(row.size - row.priced))
     spared = estimate_tokens(row.refused_size if not row.forwarded else row.size * row.refused // row.forwarded)

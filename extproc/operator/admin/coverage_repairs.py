@@ -1,4 +1,4 @@
-"""For each reason why requests are not counted: what it means, and what to change."""
+"""The meaning and the repair of each reason why requests are not counted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Repair(NamedTuple):
     """The meaning of a reason, and what to change.
 
     Attributes:
-        text: about the requests; `{keys}` is replaced by the policy's limit keys.
-        change: what would guard them; `{example}` is replaced by another limit key.
-        key: the key of the policy's spec that it is about; empty if it is not about a policy.
+        text: predicate about the requests; `{keys}` is replaced by the policy's limit keys.
+        change: how to guard them; `{example}` is replaced by another limit key.
+        key: the key of the policy's spec to change; empty if it is not in a policy.
     """
 
     text: str
@@ -51,7 +51,7 @@ _SELECTOR = Repair(
 )
 
 UNPAID = "unpaid"
-"""The reason MISSING, about a budget."""
+"""The reason MISSING for a budget."""
 
 REPAIRS = {
     MISSING: Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),

@@ -1,4 +1,4 @@
-"""`/coverage`: the share of the traffic that is guarded, and what to change for the rest, as JSON, or a page."""
+"""`/coverage`: the share of traffic that is guarded, and what to change for the rest, as JSON or HTML."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ WATCHING = f"no policy is given, so the preset `agents` only watches; to enforce
 
 
 Places: TypeAlias = Mapping[str, tuple[str, str, Any]]
-"""By a policy's id: its file, its JSON Pointer there, and the raw policy."""
+"""The file, JSON Pointer and raw policy, by the policy's id."""
 
 
 class ServerState(NamedTuple):
-    """Further facts about a server.
+    """The state of a server that `/coverage` reports on.
 
     Attributes:
         store: `memory` or `shared`.
         health: the store's health; `ok` while it is in use.
-        watching: no policy was given.
-        acting: the number of enabled policies.
-        refused: errors in policy files that were refused.
-        ramps: of each policy with `enforce_percent`: its id, the percentage, the callers that it acts on, and all of them.
-        persistence: the least that a server of the store keeps when it restarts; see `StoreCare`.
-        must_keep: there are budgets, limits of sessions or orders, which must outlive the store.
-        emptied, kept_since: as in `StoreCare`.
+        watching: whether no policy was given.
+        acting: number of enabled policies.
+        refused: errors in rejected policy files.
+        ramps: for each policy with `enforce_percent`: id, percentage, number of callers acted on, number of callers.
+        persistence: the weakest persistence of the store's servers; see `StoreCare`.
+        must_keep: whether there are budgets, session limits or orders, which must survive a restart of the store.
+        emptied, kept_since: see `StoreCare`.
     """
 
     store: str
@@ -116,12 +116,12 @@ class CoveragePages:
     def report(self) -> dict[str, Any]:
         """The JSON of `/coverage`."""
         state, places = self._read_state(), self._locate()
-        if state.watching:  # a file of the package must not be changed
+        if state.watching:  # the preset's file in the package must not be edited
             places = {name: (_PRESET, pointer, raw) for name, (_, pointer, raw) in places.items()}
         return make_report(self._board.view(), state, places, time())
 
     def summarize(self) -> list[dict[str, Any]]:
-        """The summary at the top of other reports; a list, so that those of several servers can be joined."""
+        """The summary for other reports; a list, so that the summaries of several servers can be joined."""
         view, state = self._board.view(), self._read_state()
         return [describe_coverage(view.document, state)]
 
@@ -164,7 +164,7 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
 
 
 def describe_coverage(document: CoverageDocument, state: ServerState) -> dict[str, Any]:
-    """The share of the traffic that is guarded, in numbers and in words."""
+    """The share of traffic that is guarded, as numbers and as text."""
     recent = _add_up(document, recent=True)
     return {
         "window_seconds": round(document.seconds),
@@ -225,7 +225,7 @@ def _tells_why(row: CoverageRow) -> bool:
 
 
 def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
-    """The requests that a policy counted, could not count, and did not have to count."""
+    """The numbers of requests that a policy counted, could not count, and need not count."""
     counts = {COUNTED: 0, UNGUARDED: 0, EXEMPT: 0}
     for row in rows:
         if row.reason in counts:
@@ -234,7 +234,7 @@ def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
 
 
 def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
-    live = any(row.recent for row in document.rows)  # then past problems are not findings any more
+    live = any(row.recent for row in document.rows)  # with recent requests, older problems are no longer findings
     requests: Counter[tuple[str, str]] = Counter()
     for row in document.rows:
         if not _tells_why(row) and row.policy:
@@ -249,7 +249,7 @@ def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, 
 
 
 def _write_place(places: Places, policy: str, key: str = "") -> str | None:
-    """The place of a policy, or of a key of its spec, in the format of `validate`; None if it is not in a file."""
+    """The location of a policy, or of a key in its spec, as `validate` prints it; None if it is not in a file."""
     if policy not in places:
         return None
     file, pointer, _ = places[policy]
@@ -260,7 +260,7 @@ def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> 
     reason = UNPAID if (row.detector, row.reason) == (BUDGET, MISSING) else row.reason
     repair = REPAIRS.get(reason, UNSTEERED if reason.startswith("unsteered ") else UNKNOWN)
     keys = _list_keys(places[row.policy][2] if row.policy in places else {})
-    # What most clients' requests have, and the policy does not
+    # Limit keys that most requests have and the policy does not use
     others = (f'"{key}"' for key in ("credential", "ip:address") if key not in keys)
     example = next(others, "a header that all clients send")
     grave = row.reason not in BY_DESIGN and number >= _GRAVE * of
@@ -281,7 +281,7 @@ def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> 
 
 
 def _list_keys(raw: Mapping[str, Any]) -> list[str]:
-    """The limit keys of a policy and of its rules, including those in a `first_of`, each once."""
+    """The distinct limit keys of a policy and its rules, including those in a `first_of`."""
     spec = raw.get("spec", {})
     parts = [spec, *spec.get("rules", []), spec.get("fallback_limit") or {}]
     keys = [key for part in parts for key in part.get("limit_keys", [])]
@@ -309,21 +309,21 @@ def _find_state(document: CoverageDocument, state: ServerState) -> Iterator[dict
         text = "all policies are in shadow mode, so no request is acted on"
         yield _describe(NOTE, "shadow", text, 'set "mode": "enforce", or start `serve` without --shadow')
     if state.store == "memory":
-        text = "counts are in this process alone (memory://): several replicas would each count for themselves"
+        text = "counts are only in this process (memory://): several replicas would count separately"
         yield _describe(NOTE, "memory_store", text, "if you run several: `serve --store redis://HOST:6379`")
     elif state.health != "ok":
-        text = f"the store is not in use, each replica counts for itself: {state.health}"
-        yield _describe(PROBLEM, "store_down", text, "bring the store of `serve --store` back")
+        text = f"the store is not in use, so each replica counts separately: {state.health}"
+        yield _describe(PROBLEM, "store_down", text, "restore the store of `serve --store`")
     if state.refused:
         text = f"the policy files have errors, so older policies are in force: {state.refused[0]}"
-        yield _describe(PROBLEM, "policies_refused", text, "mend what `loopguard validate` reports")
+        yield _describe(PROBLEM, "policies_refused", text, "fix what `loopguard validate` reports")
     if state.unenforced:
         text = f"{count(state.unenforced, 'part')} of policies not enforced (--allow-unenforced)"
         yield _describe(PROBLEM, "unenforced", text, "`loopguard validate` names them")
 
 
 def _find_ramps(state: ServerState, places: Places) -> Iterator[dict[str, Any]]:
-    """Policies that enforce, but act on no caller that this server has seen."""
+    """Find enforcing policies that act on none of the callers seen."""
     for policy, percent, acting, callers in state.ramps:
         if callers and not acting:
             text = f"{policy}: {tell_share(percent, acting, callers)}"
@@ -333,25 +333,25 @@ def _find_ramps(state: ServerState, places: Places) -> Iterator[dict[str, Any]]:
 
 
 _UNKEPT = {
-    NOTHING: (PROBLEM, "the store keeps nothing when it restarts (`INFO persistence`)", "set `appendonly yes` on the server"),
+    NOTHING: (PROBLEM, "the store loses all data if restarted (`INFO persistence`)", "set `appendonly yes` on the server"),
     SNAPSHOTS: (
         NOTE,
-        "the store loses what came after its last snapshot when it crashes (`INFO persistence`)",
+        "the store loses changes since its last snapshot when it crashes (`INFO persistence`)",
         "set `appendonly yes` on the server",
     ),
     UNTOLD: (
         NOTE,
-        "the store does not say whether it keeps anything when it restarts",
+        "it is unknown whether the store keeps data when it restarts",
         "give its user `+info` and `+config|get`, or make sure that the server has `appendonly yes`",
     ),
 }
-"""By what a store keeps that is not everything: level, text and change."""
+"""Level, text and change, by a persistence that loses data."""
 
 
 def _find_store(state: ServerState, now: float) -> Iterator[dict[str, Any]]:
     if state.emptied and state.emptied > now - _DAY:
         text = f"{EMPTIED} (found at {write_time(state.emptied)})"
-        yield _describe(PROBLEM, "store_emptied", text, "give the orders again, and see why the server lost its keys")
+        yield _describe(PROBLEM, "store_emptied", text, "give the orders again, and find out why the server lost its keys")
     if state.must_keep and state.persistence in _UNKEPT:
         level, text, change = _UNKEPT[state.persistence]
         lost = "budgets would be full again, circuit breakers closed, and blocks, kills and grants gone"
@@ -362,7 +362,7 @@ def _find_losses(document: CoverageDocument) -> Iterator[dict[str, Any]]:
     lost = {row.reason: row.recent for row in document.rows if not row.policy}
     if number := lost.get(DROPPED, 0):
         kept = f"{count(number, 'turn')} {'was' if number == 1 else 'were'} not kept"
-        text = f"{kept}: callers begin more conversations than the store keeps of one caller"
+        text = f"{kept}: callers begin more conversations than the store keeps per caller"
         change = "name the conversations with a header (`session.keys`), or tell the callers apart (`limit_keys`)"
         yield _describe(PROBLEM, "chains_dropped", text, change)
     if number := lost.get(EVICTED, 0):
@@ -371,7 +371,7 @@ def _find_losses(document: CoverageDocument) -> Iterator[dict[str, Any]]:
         yield _describe(PROBLEM, "evicted", text, change)
     if number := lost.get(ABSURD, 0):
         text = f"{number:,} responses report more tokens than any model can use; they are charged by their size"
-        yield _describe(PROBLEM, "absurd_usage", text, "mend what the upstream reports, or ask who operates it")
+        yield _describe(PROBLEM, "absurd_usage", text, "fix the usage that the upstream reports, or ask its operator to")
 
 
 def _describe(level: str, reason: str, text: str, change: str, requests: int = 0) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Decides who may change something over the admin port: anyone with a token, or with access to the server's own Unix socket.
+"""Authorizes changes over the admin port: with a token, or over the server's Unix socket.
 
 On loopback, a server without a token file writes one for its own user; see `local_token`.
 
-A browser cannot be tricked into it: it has no token to send by itself, and requests made by a page are marked as such.
+Pages cannot make changes through a user's browser (CSRF): it sends no token by itself, and a page's requests are recognized by
+their headers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from extproc.errors import UsageError
 
 OPERATOR_HEADER = "x-loopguard-operator"
-"""The operator's name, as the client states it."""
+"""The operator's name, as claimed by the client."""
 
 _LEAST_TOKEN = 16
 _MOST_BYTES = 65_536
@@ -28,16 +29,16 @@ _LONGEST_NAME = 48
 _ODD = re.compile(r"[^A-Za-z0-9_.@+-]")
 _USUAL_ADDRESSES = ("", "127.0.0.1:9900", "localhost:9900")
 _BROWSERS = ("origin", "sec-fetch-site")
-"""Headers that every browser sends with requests made by a page, and no other client sends."""
+"""Headers that browsers send with a page's requests, and other clients do not send."""
 
 
 class Asking(NamedTuple):
     """How a page's commands reach the server.
 
     Attributes:
-        admin: the flag that names the server; empty for the default.
-        token: the flag for the credential, only of orders; empty if none is needed.
-        how: a sentence that says how orders are given.
+        admin: the flag with the server's address; empty for the default.
+        token: the flag with the token file, only for orders; empty if none is needed.
+        how: a sentence that explains how to give orders.
     """
 
     admin: str
@@ -46,19 +47,19 @@ class Asking(NamedTuple):
 
 
 class Credentials:
-    """The tokens in a file. It is read for each request with a token, so a new file needs no restart.
+    """The tokens in a file. The file is read for each request with a token, so changing it needs no restart.
 
     Attributes:
-        local_address: the admin port's address if only this machine can connect; else empty. A page's commands use it, because
-            the name that its reader knows may be a tunnel's, or point elsewhere by the time that a token is sent.
+        local_address: the admin port's address if only this machine can connect, else empty. A page's commands use it instead
+            of `Host`, which may be a tunnel's, or resolve to another server when the command sends its token.
     """
 
     def __init__(self, path: str, socket_path: str = "") -> None:
-        """Check the file, which has a token on each line. Without a file (an empty path), TCP is read-only.
+        """Check the file, which has one token per line. Without a file, TCP is read-only.
 
         Args:
-            path: the file.
-            socket_path: the server's own Unix socket; empty for none.
+            path: the file; empty for none.
+            socket_path: the server's Unix socket; empty for none.
 
         Raises:
             UsageError: the file cannot be read, or a token is too short.
@@ -74,16 +75,16 @@ class Credentials:
                 raise UsageError(f"--admin-token-file {path}: {_explain(error)}") from None
 
     def share(self, path: Path) -> None:
-        """Take the token in a file that the server has written for its own user."""
+        """Use the token file that the server has written for its own user."""
         self._path, self._shared = str(path), path
 
     def end_sharing(self) -> None:
-        """Remove that file."""
+        """Remove the shared token file."""
         if self._shared is not None:
             self._shared.unlink(missing_ok=True)
 
     def explain(self, request: Request) -> Asking:
-        """How the commands on a page reach this server."""
+        """How a page's commands reach this server."""
         address = self.local_address or request.headers.get("host", "")
         admin = "" if address in _USUAL_ADDRESSES else f" --admin {shlex.quote(address)}"
         here = "Run the commands on the server's machine, as its user."
@@ -98,14 +99,14 @@ class Credentials:
         return Asking(admin, "", "This server takes no orders: start it with --admin-token-file or --admin-socket.")
 
     def check(self, request: Request) -> str:
-        """The name of the operator, and how it is known; raises HTTPException if the request may not make changes."""
+        """The operator's name and kind of credential; raises HTTPException if the request may not make changes."""
         if any(header in request.headers for header in _BROWSERS):
             raise HTTPException(HTTPStatus.FORBIDDEN, "browsers cannot make changes; use the loopguard command or curl")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
             raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
         name = _ODD.sub("?", request.headers.get(OPERATOR_HEADER, "somebody"))[:_LONGEST_NAME]
-        # Whether the request came by the socket, which file permissions protect: its address has no port
+        # The Unix socket's address has no port. File permissions protect the socket.
         server = request.scope.get("server")
         if server is not None and server[1] is None:
             return f"{name} (socket)"
@@ -124,7 +125,7 @@ class Credentials:
             told = f"{self._shared or 'the token file'}: {_explain(error)}{'; restart the server' if self._shared else ''}"
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, told) from None
         given = shown.strip().encode("utf-8", "surrogateescape")
-        good = [hmac.compare_digest(given, token) for token in tokens]  # compare with all, so that the time reveals nothing
+        good = [hmac.compare_digest(given, token) for token in tokens]  # constant time: always compare with all tokens
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
             source = self._shared or "--admin-token-file"

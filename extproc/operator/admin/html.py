@@ -1,6 +1,6 @@
-"""Pages of the admin port for browsers: templates, and headers that let them load nothing from elsewhere.
+"""HTML pages of the admin port.
 
-Every value is escaped. The Content-Security-Policy allows only a page's own style and script.
+All values are escaped. The Content-Security-Policy allows only the page's own style and script, and no external resources.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _POLICY = (
 
 
 REFRESH_SECONDS = 3
-"""How often a page in a browser reads again."""
+"""Refresh interval of a page."""
 
 _HTML = "text/html"
 
 _NOTES = {"steer": "note to the model", "land": "asked for a last answer", "throttle": "delayed", "warn": "warned"}
-"""What was done to a request that was let through, by the action."""
+"""Text for an action on a forwarded request."""
 
 
 def prefers_html(request: Request) -> bool:
-    """Whether a client is a browser, for a path that programs ask as well."""
+    """Whether a client is a browser, for paths with JSON and HTML."""
     return _HTML in request.headers.get("accept", "")
 
 
 def send_html(request: Request, template: str, at: str, **values: object) -> HTMLResponse:
-    """A page of a template, with these values, as of a time in the format of RFC 3339."""
+    """Render a template with these values; `at` is the report's time in the format of RFC 3339."""
     nonce = secrets.token_urlsafe(16)
     common = {"nonce": nonce, "now": read_time(at), "refresh": REFRESH_SECONDS, "notes": _NOTES}
     html = _load(template).render(**common, asking=request.app.state.credentials.explain(request), **values)
@@ -68,7 +68,7 @@ def _load(name: str) -> Template:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things; the noun gets an `s` if needed."""
+    """Write a number with a noun, which gets an `s` if needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -78,7 +78,7 @@ def write_money(dollars: float) -> str:
 
 
 def write_age(seconds: float) -> str:
-    """The time since something, in the largest unit that fits."""
+    """Write how long ago something was, in the largest fitting unit."""
     for unit, length in (("h", 3_600), ("m", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit} ago"

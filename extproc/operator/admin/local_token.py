@@ -1,6 +1,6 @@
-"""The token that a server on loopback shares with the commands of its user, in a file that no other user can read or replace.
+"""The token that a server on loopback shares with its own user's commands, in a file that only this user can read or replace.
 
-A server writes a new token at its start, so one that a crash has left behind is of no use. The file is named after the port.
+A server writes a new token at startup, so a file left behind by a crash is useless. The file is named after the port.
 """
 # interpreted: reads and writes one file
 
@@ -19,7 +19,7 @@ _OTHERS = 0o077
 
 
 def name_token_file(port: int) -> Path:
-    """The file of the server with this admin port, in the user's runtime folder, else in the one for temporary files."""
+    """The token file for an admin port, in the user's runtime folder, else in the folder for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     with suppress(OSError):  # it may not exist, and after `su` it may be another user's
         if runtime and Path(runtime).stat().st_uid == os.getuid():
@@ -28,7 +28,7 @@ def name_token_file(port: int) -> Path:
 
 
 def write_token(port: int) -> Path:
-    """Write a new token, and return its file; raises OSError if that fails, or other users may use the folder."""
+    """Write a new token and return its file; raises OSError if that fails, or if other users can access the folder."""
     path = name_token_file(port)
     path.parent.mkdir(mode=_FOLDER, exist_ok=True)
     _check(path.parent, path.parent.lstat(), _FOLDER)
@@ -40,9 +40,9 @@ def write_token(port: int) -> Path:
 
 
 def read_token(port: int) -> str:
-    """The token of the server with this admin port; empty without a file.
+    """The token for an admin port; empty if there is no file.
 
-    Raises OSError if the file cannot be read, or other users may use it or its folder.
+    Raises OSError if the file cannot be read, or if other users can access it or its folder.
     """
     path = name_token_file(port)
     try:

@@ -1,4 +1,4 @@
-"""The page at the admin port's `/`: looping conversations, sessions and a chart of the last hour, for browsers and phones."""
+"""The admin port's page at `/`: looping conversations, sessions, budgets and charts of the last hour."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class PolicyChart(NamedTuple):
     """The last hour of one policy.
 
     Attributes:
-        actions: actions with their number of requests, most severe first.
+        actions: actions and their number of requests, most severe first.
         most: number of requests in the busiest minute.
-        bars: bars of all actions, stacked.
+        bars: stacked bars of all actions.
     """
 
     policy: str
@@ -64,7 +64,7 @@ def route_page(pages: LoopPages, sessions: SessionPages, budgets: BudgetPages) -
 
 
 def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
-    """A chart for each policy and mode in a report's curves, busiest first."""
+    """Charts of a report's curves, one per policy and mode, busiest first."""
     name = itemgetter("policy", "mode")
     charts = [_draw(policy, mode, list(own)) for (policy, mode), own in groupby(sorted(curves, key=name), name)]
     return sorted(charts, key=lambda chart: -sum(total for _, total in chart.actions))

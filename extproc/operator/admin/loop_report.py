@@ -1,4 +1,4 @@
-"""`/loops`: the looping conversations that the replicas know, as JSON for people and programs."""
+"""`/loops`: the looping conversations of all replicas, as JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LoopPages(TablePages[LoopDocument]):
         self._incidents = incidents
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
-        """The JSON of `/loops`; raises HTTPException (400), saying what would be right, if the query is invalid."""
+        """The JSON of `/loops`; raises HTTPException (400) if the query is invalid."""
         now, prices = time(), self._choose_prices(request.query_params)
         view, shown = self._board.view(), self._sees_callers(request)
         runs = self._sessions.view().document.rows
@@ -97,7 +97,7 @@ class LoopPages(TablePages[LoopDocument]):
 def describe_loops(
     loops: Sequence[Loop], prices: Prices, runs: Sequence[SessionRow], *, shows_callers: bool, now: float
 ) -> list[dict[str, Any]]:
-    """All of them, in order."""
+    """Describe loops, in order."""
     sessions = {(run.policy, run.mode, run.tenant, run.session): run for run in runs}
     return [
         {
@@ -109,7 +109,7 @@ def describe_loops(
 
 
 def describe_history(document: LoopDocument, selection: Selection, now: float) -> dict[str, Any]:
-    """What came after notes, and the last hour, by policy."""
+    """The changes after notes and the curves of the last hour, by policy."""
     return {
         "after_notes": [each for each in _sum_after_notes(document, now) if selection.policy in ("", each["policy"])],
         "curves": [
@@ -121,7 +121,7 @@ def describe_history(document: LoopDocument, selection: Selection, now: float) -
 
 
 def _describe_after_notes(loop: Loop, run: SessionRow | None, now: float) -> dict[str, Any]:
-    """What came after the notes of a loop, and the tokens of its session before and since, if all of them are known."""
+    """The changes after a loop's notes, and its session's tokens before and after, if all calls are known."""
     arms = {arm: _read_arm(loop, arm) for arm in ARMS}
     began, calls = loop.first, run.calls if run is not None else []
     sides = [call.tokens for call in calls if call.at < began], [call.tokens for call in calls if call.at >= began]

@@ -1,4 +1,4 @@
-"""The endpoints of overrides: anyone may read them, and those with a credential may add and revoke them."""
+"""The endpoints of overrides. Reading needs no credential; adding and revoking do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The admin endpoints as an ASGI application, with answers that explain errors.
+"""The admin endpoints as an ASGI application, with responses that explain errors.
 
-An endpoint that is a plain function runs in a thread, so endpoints do not wait for each other. One that is `async` runs on the
-admin server's event loop, and must not compute for long.
+Endpoints that are plain functions run in threads and do not block each other. `async` endpoints run on the admin server's event
+loop and must not compute for long.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from extproc.operator.probes import Probes
 T = TypeVar("T")
 
 MAX_BODY = 65_536
-"""Maximum length of a request's body, in bytes."""
+"""Maximum length of a request body in bytes."""
 
 ANSWER_SECONDS = 5.0
-"""Time for the data path's event loop, and for its store, to answer, in seconds."""
+"""Timeout for an answer from the data path's event loop and its store."""
 
 _PROBE = re.compile(r"[0-9a-f]{32}")
 _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
@@ -41,14 +41,14 @@ _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
 
 
 class Page(NamedTuple):
-    """One answer; its body is sent as JSON."""
+    """A response; its body is sent as JSON."""
 
     status: HTTPStatus
     body: Any
 
 
 def make_app(metrics: Metrics, routes: Sequence[Route], credentials: Credentials | None = None) -> Starlette:
-    """The application with `/metrics` and these routes; pages say who may give orders."""
+    """The application with `/metrics` and these routes. Pages show how to give orders with `credentials`."""
     written = {"content-type": CONTENT_TYPE_LATEST}
     every = [Route("/metrics", lambda _: Response(generate_latest(metrics.registry), headers=written)), *routes]
     known = ", ".join(dict.fromkeys(route.path for route in every))
@@ -67,7 +67,7 @@ def route_page(path: str, make: Callable[[], Page]) -> Route:
 
 
 def route_probes(probes: Probes) -> Route:
-    """What became of the requests of `loopguard check-envoy --probe`, which are noted from the first question on."""
+    """The route of `loopguard check-envoy --probe`; a probe's first request starts its recording."""
 
     def follow(request: Request) -> Response:
         probe = request.path_params["probe"]
@@ -79,7 +79,7 @@ def route_probes(probes: Probes) -> Route:
 
 
 def send_page(page: Page) -> Response:
-    """A page as a response."""
+    """Convert a page to a response."""
     return Response(json.dumps(page.body, indent=2) + "\n", page.status, media_type="application/json")
 
 
@@ -97,7 +97,7 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
 
 
 async def ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """What the data path answers, from its own event loop; raises HTTPException if its store fails, or it takes too long."""
+    """Run `work` on the data path's event loop; raises HTTPException if the store fails or the answer takes too long."""
     asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -110,9 +110,9 @@ async def ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> 
 
 
 def is_near(request: Request) -> bool:
-    """Whether the client is on this machine, at a Unix socket or loopback, and not a page from elsewhere in a local browser.
+    """Whether the client is on this machine (Unix socket or loopback), and not a remote page in a local browser.
 
-    Such a page (DNS rebinding) also comes from loopback, but with its own name in `Host`.
+    After DNS rebinding, a remote page's requests also come from loopback, but with the page's own name in `Host`.
     """
     if request.client is None:
         return True
@@ -138,5 +138,5 @@ def _refuse(_: Request, error: Exception) -> Response:
 
 
 def _fail(_: Request, error: Exception) -> Response:
-    """Answer with the error, which helps more than a closed connection; uvicorn logs the rest."""
+    """Respond with the error instead of closing the connection; uvicorn logs the traceback."""
     return send_page(Page(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}))

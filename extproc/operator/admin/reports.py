@@ -1,4 +1,4 @@
-"""What the reports of tables have in common: who may see callers, what a query selects, and how a report begins."""
+"""Common parts of reports: access to callers' values, selection by query, and common fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from extproc.operator.loop_rows import Loop
 from extproc.operator.session_rows import SessionRow
 
 VERSION = 1
-"""Version of the JSON: fields may be added, but none changes its meaning."""
+"""Version of the JSON. Fields may be added to a version, but none changes its meaning."""
 
 MAX_ROWS = 1_000
 
@@ -34,9 +34,9 @@ class Selection(NamedTuple):
     """The requested part of a table.
 
     Attributes:
-        caller: select callers by the start of their name, the name of one of their values, their alias, a label or, if values
-            are shown, one of their values or `NAME=VALUE`.
-        sort: one of the table's orders; empty for the first.
+        caller: selects callers by a prefix of their hash, the hash of a single value, an alias, a label or, if values are
+            shown, a value or `NAME=VALUE`.
+        sort: one of the table's sort keys; empty for the first.
     """
 
     policy: str = ""
@@ -50,10 +50,11 @@ class TablePages(Generic[AnyDocument]):
     """The pages about a table.
 
     Attributes:
-        path, sorts: of the report, which has these orders.
+        path: path of the report.
+        sorts: sort keys of the report.
         may_see_callers: returns whether a client may see callers' values, if these are shown at all.
-        list_orders: returns the operators' orders in force.
-        summarize: returns the share of guarded traffic, for the top of the report; see `CoveragePages`.
+        list_orders: returns the active orders.
+        summarize: returns the coverage summary of the report; see `CoveragePages`.
     """
 
     path: str
@@ -71,7 +72,7 @@ class TablePages(Generic[AnyDocument]):
         raise NotImplementedError
 
     def list_routes(self) -> list[Route]:
-        """The route of the report, by the selection in a request's query."""
+        """The route of the report; a request's query is its selection."""
 
         def send(request: Request) -> Response:
             return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, self.sorts))))
@@ -83,7 +84,7 @@ class TablePages(Generic[AnyDocument]):
 
 
 def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
-    """The selection of a query; raises HTTPException (400), saying what would be right, if the query is invalid."""
+    """Parse a query; raises HTTPException (400) if it is invalid."""
     sort, limit = query.get("sort", next(iter(sorts))), query.get("limit", str(MAX_ROWS))
     if sort not in sorts:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(sorts)}")
@@ -93,7 +94,7 @@ def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
 
 
 def select(rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts) -> list[dict[str, Any]]:
-    """The selected rows, in order and without a limit."""
+    """The selected rows, sorted; the limit is not applied."""
     sort = selection.sort or next(iter(sorts))
     return sorted((row for row in rows if matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
 
@@ -111,7 +112,7 @@ def matches(row: Mapping[str, Any], selection: Selection) -> bool:
 
 
 def describe_caller(row: Loop | SessionRow | BudgetRow, *, shows_callers: bool) -> dict[str, Any]:
-    """A row's caller; `names` are all by which orders and pages know it, with the alias."""
+    """Describe a row's caller; `names` has all names that orders and pages use for it."""
     return {
         "caller": row.tenant,
         "names": list_names(row),
@@ -123,7 +124,7 @@ def describe_caller(row: Loop | SessionRow | BudgetRow, *, shows_callers: bool) 
 
 
 def list_names(row: Loop | SessionRow | BudgetRow) -> list[str]:
-    """All names by which orders may refer to the caller of a row; its own comes first."""
+    """All names that orders can use for a row's caller; its own hash comes first."""
     return [row.tenant, *row.parts, *([row.alias] if row.alias else [])]
 
 

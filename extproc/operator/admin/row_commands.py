@@ -1,4 +1,4 @@
-"""The commands that stop or free what a row is about, to be copied: pages give no orders themselves."""
+"""Suggested commands for rows, such as stopping a loop or freeing its caller. Pages cannot give orders, so users copy them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from extproc.operator.admin.row_states import is_healthy
 from extproc.sessions.limits import MAX_COST, MAX_STEPS, MAX_TOOL_CALLS, write_grant
 
 _GRANTS = {MAX_STEPS: ("--steps", 20), MAX_TOOL_CALLS: ("--tool-calls", 20), MAX_COST: ("--cost", 5)}
-"""The flags, and usual amounts."""
+"""Flag and default amount of a grant, by limit."""
+
 _SHORT, _LONG = "--for 30m", "--for 2h"
 
 
 def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]:
-    """What may be done about a looping conversation, by purpose; `limited`: its session has limits, so it can be killed."""
+    """Commands for a looping conversation, by purpose. If `limited`, its session has limits, so it can be killed."""
     loops = row["loops"]
     session = row["session"] or ""
     fingerprints = {loop["fingerprint"] for loop in loops}
     alike = fingerprints.pop() if len(fingerprints) == 1 and all(len(loop["tools"]) < 2 for loop in loops) else ""  # noqa: PLR2004  # a cycle
-    # A detector that keeps nothing of sessions knows only the caller and the fingerprint.
+    # Detectors without sessions know only the caller and the fingerprint.
     known = session if loops and all(loop["session"] == session for loop in loops) else ""
     stop = _write("block", _SHORT, caller=row["caller"], session=session, fingerprint="" if session else alike)
     return {
@@ -34,7 +35,7 @@ def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]
 
 
 def suggest_for_incident(row: Mapping[str, Any]) -> dict[str, str]:
-    """What may be done about all that call a failing tool: refuse it until its server is back, or don't refuse it at all."""
+    """Commands for all callers of a failing tool: block the tool until its server is back, or allow it."""
     return {
         "stop": _write("block", _SHORT, tool=row["tool"]),
         "free": _write("allow", _LONG, tool=row["tool"]),
@@ -43,20 +44,20 @@ def suggest_for_incident(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _suggest_ending(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """How to end what was ordered about a row: while a block or a kill is in force, only that frees it, and no `allow` does."""
+    """Commands that end a row's orders. An `allow` does not lift a block or kill; only revoking it does."""
     stops = [order for order in orders if order["kind"] in (BLOCK, KILL)]
     return {"free": _revoke(stops[0])} if stops else _suggest_revoking(orders)
 
 
 def suggest_for_order(order: Mapping[str, Any]) -> dict[str, str]:
-    """What may be done about an order in force."""
+    """Commands for an active order."""
     return _suggest_revoking([order])
 
 
 def suggest_for_budget(row: Mapping[str, Any], *, asked: float, orderable: bool) -> dict[str, str]:
-    """What may be done about a caller's budget: more of it, or the release of its circuit breaker.
+    """Commands for a caller's budget: a grant, or a release of its circuit breaker.
 
-    `asked` is what the last refused request asked for, else 0; `orderable` as in `BudgetRow`.
+    `asked` is the amount that the last refused request asked for, or 0. `orderable` is as in `BudgetRow`.
     """
     whole, left = float(row["limit"]), float(row["left"])
     asked = asked or max(0.0, float(row["used"])) / max(1, row["requests"])
@@ -69,7 +70,7 @@ def suggest_for_budget(row: Mapping[str, Any], *, asked: float, orderable: bool)
 
 
 def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str]:
-    """What may be done about a session; `named`: its name can be given."""
+    """Commands for a session. If not `named`, they apply to the caller."""
     session = row["session"] if named else ""
     about = {"caller": row["caller"], "session": session}
     found = {}
@@ -83,7 +84,7 @@ def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str
 
 
 def _suggest_more(row: Mapping[str, Any], session: str) -> str:
-    """The grant that the refusal itself names, or one that is enough for some requests; a release where no grant helps."""
+    """A grant for the limit that refused the session, enough for some requests; a release if no grant helps."""
     refused = row["refused"]
     about = {"caller": row["caller"], "session": session}
     if refused["limit"] in _GRANTS:
@@ -98,7 +99,7 @@ def _suggest_more(row: Mapping[str, Any], session: str) -> str:
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    kept = [order for order in orders if "budget" not in order or order.get("raises")]  # what was added cannot be revoked
+    kept = [order for order in orders if "budget" not in order or order.get("raises")]  # one-time grants are final
     return {"revoke": _revoke(kept[0])} if kept else {}
 
 

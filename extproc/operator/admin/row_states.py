@@ -1,4 +1,4 @@
-"""What is done about a row of `/loops` now, in the same words on the page and in `loopguard top`."""
+"""The current state of rows as text, the same on the page and in `loopguard top`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from extproc.engine.orders import ALLOW, BLOCK, KILL
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _NEARLY_USED = 80
-"""Per cent of a budget."""
+"""Percentage of a budget."""
 
 _DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
 _FIRST = (KILL, BLOCK, ALLOW)
-"""Orders that every request meets, those that hold whatever others say first."""
+"""Orders that apply to every request, by precedence."""
 
 
 def write_now(row: Mapping[str, Any], now: float) -> str:
-    """The order in force and the time left, else the newest action, or what a shadow policy would do.
+    """The active order and its remaining time, else the newest action, or what a shadow policy would do.
 
-    `now` is in seconds since 1970. Other orders, such as grants, count until a request has come after them.
+    `now` is in seconds since 1970. Other orders, such as grants, are shown until the next request.
     """
     orders = row["orders"]
     order = next((each for kind in _FIRST for each in orders if each["kind"] == kind), None) or next(
@@ -37,7 +37,7 @@ def write_now(row: Mapping[str, Any], now: float) -> str:
 
 
 def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | None) -> list[str]:
-    """What burns money now besides loops: failing tools, explosions of agents, and what the total of `/budgets` says."""
+    """What costs money now besides loops: failing tools, agent explosions and, from `/budgets`, exhausted budgets."""
     counted = (
         (failing, "failing tool", "failing tools"),
         (explosions, "explosion of agents", "explosions of agents"),
@@ -48,17 +48,17 @@ def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | Non
 
 
 def is_healthy(row: Mapping[str, Any]) -> bool:
-    """Whether a budget, a row of `/budgets`, needs no attention: it has refused nothing, and is far from used up."""
+    """Whether a row of `/budgets` needs no attention: it has refused nothing and is not nearly used up."""
     return not (row["open"] or row["refused"] or row["used_percent"] >= _NEARLY_USED)
 
 
 def read_time(text: str) -> float:
-    """A time in the format of RFC 3339, in seconds since 1970."""
+    """Parse a time in the format of RFC 3339 to seconds since 1970."""
     return datetime.fromisoformat(text).timestamp()
 
 
 def write_age(seconds: float) -> str:
-    """A time in at most six characters, such as `5m` or `1h07m`."""
+    """Write a duration in at most six characters, such as `5m` or `1h07m`."""
     if seconds < _MINUTE:
         return f"{max(0, seconds):.0f}s"
     if seconds < _HOUR:

@@ -1,12 +1,12 @@
-"""The report of a run: why it ended, where its time went, and what happened, step by step.
+"""The report of a run: why it ended, how long models and tools took, and its steps.
 
-Totals come from the session's ledger, which all replicas share. Steps, refusals and grants are the newest ones that replicas
-have noted while they let requests through and read the access log, so no request waits for the report, and no ledger grows.
+Totals come from the session's ledger, which all replicas share. Steps, refusals and grants come from the replicas' tables,
+which have only the newest. So no request waits for the report, and ledgers stay small.
 
-An answer's contents are never read. So a run counts as done if its last request was answered and no other has followed.
+Responses are never read. A run therefore counts as done if its last request was answered and no other has followed.
 
-A run with agents ends with the last of them. A refusal by a limit of agents ends the agent that it refuses, not the others;
-one by a limit of the whole session reaches each agent with its own next request; one in shadow mode ends nothing.
+A run ends with its last agent. A refusal by an agent limit ends only the refused agent. A refusal by a limit of the whole
+session ends each agent with its next request. A refusal in shadow mode ends nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from extproc.sessions.limits import MAX_STEPS, PER_TOOL
 from extproc.store.rules.tree import AGENT_LIMITS
 
 _MANY_AGENTS = 32
-"""Active agents of a session whose policy does not limit them: more than orchestrators start on purpose."""
+"""Active agents that count as an explosion without agent limits: more than orchestrators start on purpose."""
 
 _QUIET_SECONDS = 60
-"""An agent whose last answer is this old has ended, or waits for a person or a long tool."""
+"""A run counts as done this long after its last response. It may also be waiting for a person or a slow tool."""
 
 _OPEN_SECONDS = 600
-"""After this time without an access log entry, it is unknown what became of a request."""
+"""After this time without an access log entry, the outcome of a request is unknown."""
 
 _ERROR = 400
 _WORDS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
 
 
 def find_running(rows: Iterable[SessionRow], now: float) -> set[tuple[str, ...]]:
-    """The names of sessions that go on because a session that one of their agents seems to have begun is active."""
+    """The names of sessions with an active session that one of their agents seems to have started."""
     known = {(row.tenant, row.policy, row.mode, row.session): row for row in rows}
     running: set[tuple[str, ...]] = set()
     for row in known.values():
@@ -51,9 +51,9 @@ def find_running(rows: Iterable[SessionRow], now: float) -> set[tuple[str, ...]]
 
 
 def explain_end(row: SessionRow, now: float, *, goes_on: bool = False) -> str | None:  # noqa: PLR0911  # a reason each
-    """Why a run ended: killed, steps, refused, error, done or unknown; None while it or any of its agents goes on.
+    """Why a run ended: killed, steps, refused, error, done or unknown; None while it or any of its agents is active.
 
-    `now` is in seconds since 1970; `goes_on` says that another session, begun by one of its agents, is active.
+    `now` is in seconds since 1970; `goes_on` is whether a session started by one of its agents is active.
     """
     last, shadow = row.calls[-1] if row.calls else None, row.mode == SHADOW
     if row.ordered or (row.killed and not shadow):
@@ -76,7 +76,7 @@ def explain_end(row: SessionRow, now: float, *, goes_on: bool = False) -> str | 
 
 
 def is_exploding(row: SessionRow, now: float) -> bool:
-    """Whether a session starts more agents than its policy allows, or very many where that has no limits of agents."""
+    """Whether a session starts more agents than its policy allows or, without agent limits, very many."""
     limited = any(limit in AGENT_LIMITS for limit, _, _ in row.limits)
     if not limited and sum(agent.is_active(now) for agent in row.agents) >= _MANY_AGENTS:
         return True
@@ -87,8 +87,8 @@ def is_exploding(row: SessionRow, now: float) -> bool:
 
 
 def _has_agents(row: SessionRow, now: float) -> bool:
-    """Whether an agent is active, or the session itself, where only another agent was refused."""
-    if not row.agents and row.agents_begun:  # which they are did not fit on the board
+    """Whether an agent is active, or the session itself if only another agent was refused."""
+    if not row.agents and row.agents_begun:  # the agents did not fit on the board
         return now - row.last < ACTIVE_SECONDS
     if any(agent.is_active(now) for agent in row.agents):
         return True
@@ -97,7 +97,7 @@ def _has_agents(row: SessionRow, now: float) -> bool:
 
 
 def describe_usage(row: SessionRow) -> dict[str, Any]:
-    """What a run has used: tokens by kind, and time."""
+    """A run's tokens by kind, and times."""
     last = row.calls[-1] if row.calls else None
     ended = max([row.last, *[_find_end(call) for call in row.calls]])
     until = last.at - row.began if last is not None else 0.0
@@ -136,7 +136,7 @@ def _describe_calls(row: SessionRow) -> list[dict[str, Any]]:
             "model": call.model or None,
             "tools": call.tools,
             "tool_errors": call.errors,
-            "tool_seconds": round(gap, 3) if gap is not None and gap >= 0 else None,  # below zero: it came before the answer
+            "tool_seconds": round(gap, 3) if gap is not None and gap >= 0 else None,  # negative if sent before the response
             **(dict.fromkeys(_WORDS) if call.tokens is None else dict(zip(_WORDS, call.tokens, strict=True))),
             "model_seconds": call.model_ms / 1000 if call.settled else None,
             "status": call.status or None,
@@ -150,7 +150,7 @@ def _describe_calls(row: SessionRow) -> list[dict[str, Any]]:
 
 
 def describe_amounts(amounts: Amounts) -> dict[str, Any]:
-    """Limits, or additions to them, by name; those of tools by tool."""
+    """Limits or grants by name; those per tool by tool."""
     found: dict[str, Any] = {}
     for limit, tool, amount in amounts:
         if limit == PER_TOOL:

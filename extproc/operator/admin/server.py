@@ -1,6 +1,6 @@
-"""The admin server: Starlette on uvicorn, in a separate thread and event loop.
+"""The admin server: Starlette on uvicorn, in a separate thread with its own event loop.
 
-So a scrape never delays a request, and a stalled data path can still be reported.
+A scrape never delays a request, and a stalled data path can still be reported.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from extproc.settings import Address
 from extproc.sockets import open_listening_socket
 
 CLIENT_SECONDS = 30
-"""Seconds. A client that has not completed a request and its answer by then is dropped, even if it sends or reads bytes."""
+"""Timeout for a request and its response, even if the client keeps sending or reading bytes."""
 
 _MAX_CLIENTS = 256
-"""Maximum number of connections. Above it, the one that has waited longest for an answer is dropped, so probes get through."""
+"""Maximum number of connections. Beyond it, the oldest request's connection is dropped, so that health probes succeed."""
 
 _OWNER_ONLY = 0o600
 
@@ -37,17 +37,17 @@ class AdminServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=logging.ERROR,  # clients' errors are not worth a line each
+            log_level=logging.ERROR,  # no line for each client error
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # the client is the peer, whatever a header says
+            proxy_headers=False,  # the client's address is the peer's, not a header's
             timeout_graceful_shutdown=1,
         )
         self._server = Uvicorn(config)
         self._thread: threading.Thread | None = None
 
     def start(self, address: Address, socket_path: str = "") -> str:
-        """Listen on TCP and, if a path is given, on a Unix socket that only this user may open; returns the real TCP address.
+        """Listen on TCP and, if a path is given, on a Unix socket for this user only; returns the bound TCP address.
 
         Raises UsageError if `address` is not a TCP address, and LoopguardError if listening fails.
         """
@@ -66,7 +66,7 @@ class AdminServer:
         return f"{address.text.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """Stop listening, and end open requests."""
+        """Stop listening and end open requests."""
         if self._thread is not None:
             self._server.should_exit = True
             self._thread.join()

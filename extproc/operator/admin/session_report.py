@@ -1,6 +1,6 @@
-"""`/sessions` and `/sessions/<id>`: what sessions have used, and what they have done, as JSON for people and programs.
+"""`/sessions` and `/sessions/<id>`: the usage and history of sessions, as JSON, and of one session as HTML.
 
-Counts have the names of in-process SDKs' session reports.
+Counts are named as in the session reports of in-process SDKs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SessionPages(TablePages[SessionDocument]):
         session, view = request.path_params["session"], self._board.view()
         rows = [row for row in view.document.rows if row.session == session]
         if not rows:
-            known = "it may have been idle for an hour, or too old for every replica to know it"
+            known = "it may have been idle for an hour, or evicted by newer sessions"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         shown = self._sees_callers(request)
         orders = OrderIndex(self.list_orders())
@@ -126,13 +126,13 @@ def report_sessions(
 def describe_session(
     row: SessionRow, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS, running: Collection[tuple[str, ...]] = ()
 ) -> dict[str, Any]:
-    """What a session has used, and the orders about it, also those that none of its requests has met yet.
+    """A session's usage and its orders, including those not yet applied to a request.
 
-    `running` is what `find_running` returns.
+    `running` is the result of `find_running`.
     """
     now = time()
     ended = explain_end(row, now, goes_on=(row.tenant, row.policy, row.mode, row.session) in running)
-    hashes = {name: hash_descriptor(name, value) for name, value in row.caller}  # callers' values only where known here
+    hashes = {name: hash_descriptor(name, value) for name, value in row.caller}  # empty if callers' values are not published
     orders_met = orders.find(ShownRow({row.policy}, list_names(row), hashes, {row.session}))
     described = {
         "session": row.session,
@@ -168,8 +168,8 @@ def describe_session(
 def list_explosions(
     rows: Sequence[SessionRow], selection: Selection, *, shows_callers: bool, now: float, orders: OrderIndex
 ) -> list[dict[str, Any]]:
-    """The sessions whose agents multiply, most of them first, with the fields that rows of `/loops` have."""
-    if selection.tool:  # sessions are not separated by tool
+    """Sessions that start too many agents, worst first, with the fields of rows of `/loops`."""
+    if selection.tool:  # sessions have no single tool
         return []
     running = find_running(rows, now)
     exploding = [row for row in rows if is_exploding(row, now)]

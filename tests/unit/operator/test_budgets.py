@@ -214,7 +214,7 @@ def test_same_grant_adds_to_a_budget_once(named: str) -> None:
     answers = [refused(ask(made.services[place % 2])) for place in range(5)]
 
     assert notes == []
-    assert again == ["this grant was given before, and is not added again"]
+    assert again == ["this grant was given before and is not added again"]
     assert answers == ["", "", "", "budget_exceeded", "budget_exceeded"]
     assert given.items() >= {"kind": "grant", "budget": "daily", "amount": 3}.items()
     assert made.service.overrides is None  # no request has to look for it
@@ -232,7 +232,7 @@ def test_grant_fills_a_bucket_up_to_its_limit(amount: int, seconds: int | None, 
 
     said = made.give(kind="grant", caller=caller, budget="r", amount=amount, seconds=seconds)[1]
 
-    assert [("holds no more" in note) for note in said] == [True] * notes
+    assert [("cannot exceed its limit" in note) for note in said] == [True] * notes
     assert [refused(ask(made.service)) for _ in range(passes + 1)] == [""] * passes + ["token_bucket_exceeded"]
 
 
@@ -246,12 +246,12 @@ def test_grant_fills_a_bucket_up_to_its_limit(amount: int, seconds: int | None, 
         ({"amount": 0}, "amount must be a number, more than 0"),
         ({"amount": float("nan")}, "amount must be a number"),
         ({"amount": None}, "a grant of a budget needs an amount"),
-        ({"budget": None}, "amount belongs to a budget"),
+        ({"budget": None}, "amount needs a budget"),
         ({"caller": "a" * 16}, "no request of this caller met rule daily"),
         ({"policy": None}, "name one of p, q with policy"),
-        ({"steps": 3}, "steps cannot be given for a budget"),
+        ({"steps": 3}, "steps cannot be combined with budget"),
         ({"caller": None, "session": "a" * 16}, "needs a caller"),
-        ({"kind": "allow"}, "amount belongs to a grant, not to a allow"),
+        ({"kind": "allow"}, "amount is only valid for a grant"),
     ],
 )
 def test_invalid_grant_is_refused_with_the_reason(order: dict[str, Any], problem: str) -> None:
@@ -329,7 +329,7 @@ def test_limit_is_raised_for_a_caller_without_requests() -> None:
 
     _, notes = made.give(kind="grant", caller=caller, budget="daily", amount=2, seconds=DAY)
 
-    assert notes == ["no request of this caller met rule daily in the last hour, as far as this server knows"]
+    assert notes == ["no known request of this caller met rule daily in the last hour"]
     assert [refused(ask(made.service)) for _ in range(4)] == ["", "", "", "budget_exceeded"]
 
 

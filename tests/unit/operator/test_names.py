@@ -94,7 +94,7 @@ def test_order_by_any_rows_hash_frees_every_policy(shown: str) -> None:
     given, notes = one.give(kind="allow", caller=row["caller"])
 
     assert given["meets"] == ["loops", "money"]
-    assert [note.startswith("this meets loops, money, and not other, which") for note in notes] == [True]
+    assert [note.startswith("this applies to loops, money, but not to other, which") for note in notes] == [True]
     assert send(one.service, 3, **KEYED) == [200] * 3
     assert one.give(kind="block", tool="deploy")[0].get("meets") is None
 
@@ -109,7 +109,7 @@ def test_order_takes_the_hash_of_a_rules_caller(kind: str) -> None:
     given, notes = one.give(kind=kind, caller=row["caller"])
 
     assert given["meets"] == ["money"]
-    assert [note.startswith("this meets money, and not more") for note in notes] == [True]
+    assert [note.startswith("this applies to money, but not to more") for note in notes] == [True]
     assert send(one.service, 1, **named) == [400 if kind == "block" else 200]
     assert send(one.service, 1, x_user_id="ann", x_team="blue") == [200]
 

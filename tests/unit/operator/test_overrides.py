@@ -508,7 +508,7 @@ def test_unreadable_orders_are_logged_and_skipped(document: bytes, caplog: pytes
 
     assert send(one.service, 1) == [429]
     assert send(one.service, 3, x_user_id="bob") == [200, 200, 429]
-    assert "an override in the store is not understood" in caplog.text
+    assert "an override in the store is invalid" in caplog.text
 
 
 def test_number_of_orders_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +589,7 @@ CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, o
             [
                 f"fingerprint cannot be given for a kill, {WHOLE}",
                 f"tool cannot be given for a kill, {WHOLE}",
-                "steps belongs to a grant, not to a kill",
+                "steps is only valid for a grant",
             ],
         ),
         (
@@ -608,7 +608,7 @@ CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, o
                 ({"refund": 10_001}, "have numbers from 1 to 10000, not 10001"),
             )
         ),
-        ({"kind": "kill", "session": "a" * 16, "tools": {"refund": 1}}, ["tools belongs to a grant, not to a kill"]),
+        ({"kind": "kill", "session": "a" * 16, "tools": {"refund": 1}}, ["tools is only valid for a grant"]),
         (
             {"kind": "grant", "session": "a" * 16, "steps": 0, "tool_calls": 10_001, "cost": 1e6 + 1},
             [
@@ -695,7 +695,7 @@ def test_half_of_a_surrogate_pair_is_refused(key: str, make: Callable[[str], obj
 
     problem = str(error.value)
     assert "; " not in problem
-    assert problem.startswith(f"{key} must be text that UTF-8 can hold, not '")
+    assert problem.startswith(f"{key} must be valid Unicode text, not '")
     assert "\\ud" in problem
     problem.encode()
 
@@ -804,7 +804,7 @@ NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
 def test_order_has_notes_about_what_it_cannot_do(
     policies: list[dict[str, Any]], given: dict[str, Any], notes: list[str]
 ) -> None:
-    said = [note for note in remark(operate(1, *policies), **given) if "as far as this server knows" not in note]
+    said = [note for note in remark(operate(1, *policies), **given) if "this probably does nothing" not in note]
 
     assert [note[: len(expected)] for note, expected in zip(said, notes, strict=True)] == notes
 
@@ -816,7 +816,7 @@ def test_kill_counts_limits_of_route_policies() -> None:
     assert remark(one, kind="kill", **BY_TEAM) == []
 
 
-UNKNOWN = "as far as this server knows, this does nothing: the {} was not reported in the last hour"
+UNKNOWN = "this probably does nothing: the {} was not reported in the last hour"
 
 
 @pytest.mark.parametrize(
