@@ -174,7 +174,7 @@ def test_orders_and_loops_are_webhook_events(night: Night) -> None:
     assert (given["kind"], given["reason"], given["who"].endswith("(token)")) == ("block", "incident 7", True)
     assert night.find_event("loop.released", released)["data"]["kind"] == "release"
     assert night.find_event("override.revoked", blocked)["data"]["override"] == blocked
-    began = eventually(lambda: [event for event in list_began(night.told) if event["caller"] == {"x-user-id": "eve"}])
+    began = eventually(lambda: [event for event in list_began(night.told) if event.get("caller") == {"x-user-id": "eve"}])
     assert {(event["policy"], event["path"]) for event in began} == {("polls", "/poll")}
 
 

@@ -276,7 +276,7 @@ def test_an_invalid_credential_provider_is_explained(name: str, why: str) -> Non
 @pytest.mark.parametrize("settings", [Settings(store_password=SECRET), Settings(store_password_file=__file__)])
 def test_a_credential_provider_takes_the_place_of_a_password(module: str, settings: Settings) -> None:
     """A password beside a provider would be forgotten silently, so it is a usage error."""
-    with pytest.raises(UsageError, match="replaces user and password; give one or the other"):
+    with pytest.raises(UsageError, match="give either credential_provider or a user and password, not both"):
         open_store(f"redis://a?credential_provider={module}:Rotating", Metrics(), settings)
 
 
