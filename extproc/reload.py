@@ -504,7 +504,7 @@ def _settle(answer: Future[T], work: Callable[[], T]) -> None:
 
 
 class _Loaded(NamedTuple):
-    """Compiled policies, and the time as of which they were compiled; without an engine if nothing changes."""
+    """Compiled policies, and the time for which they were compiled; without an engine if nothing changes."""
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]

@@ -92,8 +92,11 @@ _MIN_SIMILAR: Final = 6
 _MORE_SIMILAR: Final = 4
 _MIN_TALK: Final = 10
 _FEWEST_WORDS: Final = 8
+"""Minimum number of turns for TALK, and number of words below which it gets a note at most."""
+
 _NEWEST_STEPS: Final = 6
 _FEWEST_STEPS: Final = 3
+"""For NOTHING_NEW: the number of newest turns to compare, and the minimum that must differ."""
 
 
 def count_window(threshold: int) -> int:

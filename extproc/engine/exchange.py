@@ -58,7 +58,7 @@ _NO_SESSIONS: Final[list[SessionGuard]] = []
 _NO_BUDGETS: Final[list[BudgetGuard]] = []
 
 _MANY_OBJECTS: Final = 32_768
-"""From this length in bytes, a body may contain so many objects that garbage collection is slow."""
+"""From this length in bytes, a body may contain enough objects to make garbage collection slow."""
 
 _SHARE: Final = b"steer_share"
 _SHARE_BYTES: Final = 8
@@ -162,7 +162,7 @@ class Guards:
             if plan.shown and (others := list_others(plan.shown, request, values)):
                 self._admit_others(others, self.active[own:])
         except NotCounted as why:
-            hidden = request.opens_responses and why.reason != BYPASS  # whoever the caller is
+            hidden = request.opens_responses and why.reason != BYPASS  # for every caller
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
             return False
         except Exception as error:  # noqa: BLE001  # an error affects only this policy
